@@ -20,8 +20,9 @@ from benchmarks.config import BenchmarkConfig, load_config, preset
 from benchmarks.errors import BenchmarkError
 from benchmarks.gate import DEFAULT_RULES, Judgement, judge, load_rules, markdown
 from benchmarks.gate.base import MISUSED, UNDECIDED
-from benchmarks.output import json_text, write_text
+from benchmarks.output import json_text
 from benchmarks.result import Result, read_result
+from sagellm.core.cached_folder import write_whole
 from sagellm.core.errors import SageError
 
 FILE = click.Path(path_type=Path)
@@ -129,7 +130,7 @@ def _report(judgement: Judgement, file: Path | None, as_json: bool) -> None:
     text = markdown(judgement)
     if file is not None:
         try:
-            write_text(file, text)
+            write_whole(file, text)
         except OSError as error:
             raise BenchmarkError(f"cannot write {file}: {error.strerror}") from None
     click.echo(json_text(judgement.as_dict()) if as_json else text)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from benchmarks.config import BenchmarkConfig, Contestant
 from benchmarks.errors import BenchmarkError
+from benchmarks.machine import git
 from benchmarks.result import Result
 from benchmarks.runner import BenchmarkRunner, require_empty
 
@@ -23,7 +24,7 @@ def run_ab(base_rev: str, config: BenchmarkConfig, out: Path) -> Result:
         BenchmarkError: no such revision, it cannot be built, or `out` holds something already.
     """
     require_empty(out)
-    found = _git("rev-parse", "--verify", "--quiet", f"{base_rev}^{{commit}}")
+    found = git(ROOT, "rev-parse", "--verify", "--quiet", f"{base_rev}^{{commit}}")
     if found is None:
         raise BenchmarkError(f"{base_rev!r} is no revision of {ROOT}; give a branch, a tag or a commit")
     with tempfile.TemporaryDirectory(prefix="sagellm-base-") as folder:
@@ -37,12 +38,12 @@ def run_ab(base_rev: str, config: BenchmarkConfig, out: Path) -> Result:
             )
             return BenchmarkRunner(out).run(config.model_copy(update={"contestants": sides}))
         finally:
-            _git("worktree", "remove", "--force", str(checkout))
+            git(ROOT, "worktree", "remove", "--force", str(checkout))
 
 
 def _build(commit: str, checkout: Path) -> None:
     """A worktree of its own with an environment of its own: patches and dependencies are part of what is compared."""
-    if _git("worktree", "add", "--detach", str(checkout), commit) is None:
+    if git(ROOT, "worktree", "add", "--detach", str(checkout), commit) is None:
         raise BenchmarkError(f"git cannot check {commit[:12]} out beside {ROOT}")
     plain = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH")}
     pipe = subprocess.PIPE
@@ -60,7 +61,3 @@ def _build(commit: str, checkout: Path) -> None:
         last = (errors or out).strip().splitlines()[-1:]
         raise BenchmarkError(f"./apply_patches.sh of {commit[:12]} ended with code {build.returncode}: {' '.join(last)}")
 
-
-def _git(*words: str) -> str | None:
-    done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,11 +1,11 @@
 """Chains of thought with guesses beside none: tokens a second of the samples of one question, first and again with new seeds.
 
-    python -m benchmarks.cot [--model smollm2] [--samples 8] [--questions 4] [--passes 2] [--out FILE]
+    python -m benchmarks.cot [--model smollm2] [--samples 8] [--questions 4] [--passes 2] [--same-seeds] [--out FILE]
 
 Prompts are `SHOTS` worked examples and a question. Both contestants write the same samples with the same seeds: one engine
 without guesses, whose samples are one batch that shares the prompt, and one with guesses. Each pass asks every question with
-new seeds, and each round has other questions. The second engine knows all chains that it has written. Each sampling has
-engines of its own. Greedy chains, asked twice, are the upper end.
+new seeds, or with those of the first pass, and each round has other questions. The second engine knows all chains that it has
+written. Each sampling has engines of its own. Greedy chains, asked twice, are the upper end.
 """
 
 import time
@@ -55,11 +55,13 @@ SETTINGS = {"kv_blocks": 400, "max_batch_size": 32, "context_length": 2048, "blo
 @click.option("--rounds", default=3, show_default=True, help="Rounds, each with other questions.")
 @click.option("--tokens", default=160, show_default=True, help="Most tokens of a chain.")
 @click.option("--threads", default=2, show_default=True, help="Compute threads of an engine.")
+@click.option("--same-seeds", is_flag=True, help="Passes after the first have its seeds.")
 @click.option("--strategy", default="chain", show_default=True, help="Strategy that guesses.")
 @with_output
 def main(
-    model: str, samples: int, questions: int, passes: int, rounds: int, tokens: int, threads: int, strategy: str, output: Output
-) -> None:
+    model: str, samples: int, questions: int, passes: int, rounds: int, tokens: int, threads: int, same_seeds: bool,
+    strategy: str, output: Output,
+) -> None:  # fmt: skip
     """Measure, print a table, and write the result."""
     folder = str(model_folder(model))
     works = {name: (samples, temperature, top_k) for name, (temperature, top_k) in SAMPLINGS.items()} | {"greedy": (1, 0.0, 0)}
@@ -73,7 +75,7 @@ def main(
                 for number in range(passes):
                     request = {
                         "questions": places, "samples": count, "tokens": tokens, "temperature": temperature, "top_k": top_k,
-                        "seed": 10_000 * turn + 1000 * number,
+                        "seed": 10_000 * turn + (0 if same_seeds else 1000 * number),
                     }  # fmt: skip
                     for each in engines if (turn + number) % 2 == 0 else reversed(engines):
                         found[work][number][each.name].append(each.ask(request))
@@ -82,7 +84,8 @@ def main(
                 each.close()
         result = output.save({
             "model": model, "samples": samples, "questions": questions, "rounds": rounds, "tokens": tokens, "threads": threads,
-            "strategy": strategy, "work": {work: [_figures(told, strategy) for told in every] for work, every in found.items()},
+            "strategy": strategy, "same_seeds": same_seeds,
+            "work": {work: [_figures(told, strategy) for told in every] for work, every in found.items()},
         })  # fmt: skip
     rows = [
         (

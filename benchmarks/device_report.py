@@ -16,15 +16,17 @@ import click
 import torch
 
 from benchmarks.contestants import summary
-from benchmarks.cpu_engine import num_weights, write_half_billion
+from benchmarks.cpu_engine import write_half_billion
 from benchmarks.machine import read_bandwidth_gb_s
-from benchmarks.output import Output, with_output, write_text
+from benchmarks.output import Output, with_output
+from sagellm.core.cached_folder import write_whole
 from sagellm.core.config import SageConfig
 from sagellm.core.errors import SageError
 from sagellm.engines.base import SamplingParams
 from sagellm.engines.lmdeploy.contract import operators
 from sagellm.engines.lmdeploy.contract.device import DEVICES, SUITE, operators_of
 from sagellm.engines.lmdeploy.engine import LMDeployEngine
+from sagellm.models.folder import num_weights
 
 PROMPT, NEW, ROUNDS = 512, 65, 5
 COPY_BYTES, PRODUCT = 1 << 30, 4096
@@ -54,7 +56,7 @@ def main(name: str, page: Path | None, output: Output) -> None:
     }  # fmt: skip
     text = markdown(result)
     if page is not None:
-        write_text(page, text)
+        write_whole(page, text)
     output.say(text)
     output.finish(result)
     raise SystemExit(0 if found.passed else 1)

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import describe
+from benchmarks.machine import describe, git
 from benchmarks.server import interpreter
 
 ROOT = Path(__file__).parents[1]
@@ -46,12 +46,8 @@ def _elsewhere(checkout: Path) -> dict[str, Any]:
 
 def commit(checkout: Path) -> dict[str, Any]:
     """{"commit": id or None, "changed": whether tracked files differ from it}."""
-
-    def git(*words: str) -> str | None:
-        done = subprocess.run(["git", "-C", str(checkout), *words], capture_output=True, text=True)
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    changed = git(checkout, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": git(checkout, "rev-parse", "HEAD"), "changed": bool(changed)}
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@ import os
 import platform
 import subprocess
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from sagellm.core.packages import version_of
 
 PACKAGES = ("lmdeploy", "torch", "transformers", "numpy", "sagellm")
 
@@ -17,8 +18,8 @@ def describe() -> dict[str, Any]:
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in PACKAGES},
-        "commit": _commit(),
+        "versions": {name: version_of(name) for name in PACKAGES},
+        "commit": git(Path(__file__).parent, "rev-parse", "--short", "HEAD"),
         "load": os.getloadavg()[0],
     }
 
@@ -56,15 +57,7 @@ def _processor() -> str:
     return found["model name"] + (f" ({'-'.join(numbers)})" if numbers else "")
 
 
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    done = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    )
-    return done.stdout.strip() or None
+def git(checkout: Path, *words: str) -> str | None:
+    """Return what git says of a checkout; None if it fails."""
+    done = subprocess.run(["git", "-C", str(checkout), *words], capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else None

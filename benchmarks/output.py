@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.machine import describe
+from sagellm.core.cached_folder import write_whole
 from sagellm.core.errors import SageError
 
 WIDTH = 120
@@ -45,7 +46,7 @@ class Output:
         whole = {"machine": self._machine} | result
         if self._out is not None:
             write_json(self._out, whole)
-            write_text(self._out.with_suffix(".csv"), csv_text(whole))
+            write_whole(self._out.with_suffix(".csv"), csv_text(whole))
         return whole
 
     def finish(self, result: Mapping[str, Any]) -> None:
@@ -188,14 +189,7 @@ def _figures(path: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def write_json(file: Path, value: Any) -> None:
-    write_text(file, json_text(value))
-
-
-def write_text(file: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    draft = file.with_name(file.name + ".tmp")
-    draft.write_text(text)
-    os.replace(draft, file)
+    write_whole(file, json_text(value))
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Processes of servers, as benchmarks and tests run them: free ports, readiness, figures, and an end that leaves nothing.
 
 A `ServerProcess` is any command of the project that prints one line of JSON once it is ready: `sagellm.serve`,
-`sagellm.pd up`, `sagellm.pd proxy`, or a stand-in of a test.
+`sagellm pd up`, `sagellm pd proxy`, or a stand-in of a test.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
@@ -242,6 +243,19 @@ class ServerProcess:
                     wait_until("its end", lambda: (self.family(), self.process.poll())[1] is not None)
         finally:  # also when a second Ctrl-C does not wait
             self.kill()
+
+
+def manager_process(folder: Path, engines: Mapping[str, Any], **settings: Any) -> ServerProcess:
+    """Return the process of `sagellm up` with these engines, to be started.
+
+    Args:
+        folder: where its file, its output and its cache go.
+        settings: of the file, besides port and engines.
+    """
+    port, file = free_port(), folder / "up.yaml"
+    file.write_text(json.dumps({"port": port, "engines": dict(engines)} | settings))
+    words = [sys.executable, "-c", "from sagellm.cli import main; main()", "up", str(file), "--json"]
+    return ServerProcess(words, port, folder / "manager", env={"XDG_CACHE_HOME": str(folder / "cache")})
 
 
 def metrics_of(url: str) -> dict[str, float]:

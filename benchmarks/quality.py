@@ -13,8 +13,9 @@ from pathlib import Path
 
 import click
 
-from benchmarks.output import csv_text, write_text
+from benchmarks.output import csv_text
 from sagellm.cli.evaluate import show_progress
+from sagellm.core.cached_folder import write_whole
 from sagellm.core.config import SageConfig
 from sagellm.core.errors import SageError
 from sagellm.evaluate.models import EngineModel, LlamaCppModel, TransformersModel
@@ -43,7 +44,7 @@ def main(
         report = compare(model, llama, Options(tokens, answers=answers, answer_tokens=answer_tokens, generated=generated))
         if out is not None:
             report.write(out)
-            write_text(out / "quality.csv", csv_text(report.model_dump()))
+            write_whole(out / "quality.csv", csv_text(report.model_dump()))
     except SageError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(2)

@@ -64,7 +64,7 @@ class RoundToNearest(Awq):
     needs_calibration = False
 
     def profile(self) -> QuantizationProfile:
-        return super().profile().model_copy(update={"method": self.name})
+        return super().profile().model_copy(update={"method": self.name, "rounding": "nearest"})
 
     def quantize_layer(self, layer: nn.Module, sites: list[Any]) -> dict[str, Quantized]:
         found = {}

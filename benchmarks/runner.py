@@ -34,12 +34,13 @@ from benchmarks.metrics.classes import definitions_with
 from benchmarks.metrics.comm import operation_definitions
 from benchmarks.metrics.flops import peak_flops
 from benchmarks.metrics.guesses import place_definitions
-from benchmarks.output import result_stream, write_text
+from benchmarks.output import result_stream
 from benchmarks.report.markdown import markdown
 from benchmarks.result import Definition, Result, Run
 from benchmarks.scenarios import component, component_names
 from benchmarks.scenarios.serve import ServeScenario, Subject
 from benchmarks.server import Server, interpreter
+from sagellm.core.cached_folder import write_whole
 from sagellm.core.errors import SageError
 from sagellm.models import ModelError, find_model, prepare_model
 
@@ -186,7 +187,7 @@ class BenchmarkRunner:
 
         (self._out / "plots").mkdir(exist_ok=True)
         plots = write_plots(result, self._out / "plots", samples_of, self._out) if result.runs else []
-        write_text(self._out / "result.csv", result.csv_text())
+        write_whole(self._out / "result.csv", result.csv_text())
         (self._out / "report.md").write_text(markdown(result, [plot.relative_to(self._out) for plot in plots]))
 
 

@@ -60,7 +60,7 @@ class Setting:
 
     @functools.cached_property
     def costs(self) -> SetupCosts:
-        return SetupCosts(self.profile.of((1, 0)))
+        return self.profile.costs((1, 0))
 
     def run(self, load: Load, engines: dict[str, int] | None = None) -> Elastic:
         """Run a load; `engines`: role -> a fixed number of them, or None for the scaled pool."""
@@ -184,7 +184,7 @@ def _real(output: Output, file: Path | None, given: dict[str, Any]) -> dict[str,
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         lengths = sorted({max(16, given["prompt_tokens"] // 4), given["prompt_tokens"], 2 * given["prompt_tokens"]})
-        grid = Grid(tuple(sorted({1, max(2, given["batch"] // 2), given["batch"]})), tuple(lengths))
+        grid = Grid(tuple(sorted({1, max(2, given["batch"] // 2), given["batch"]})), tuple(lengths), engines=given["engines"])
         profile = measure_profile(given["model"], file or folder / "profile.json", grid, {"device": "cpu", "threads": 1})
         setting = _setting(profile, given, 0.0)
         with _manager(setting, given["model"], folder / "record.jsonl") as manager:

@@ -39,9 +39,12 @@ from benchmarks.cpu_engine import build_ours, parse_cells
 from benchmarks.limits import Shape, build_limits
 from benchmarks.models.real_text import RealText, model_folder
 from benchmarks.output import Output, spread, table, with_output
+from sagellm.accel.sparsity.base import SUMMARIES
+from sagellm.accel.sparsity.policies.sketch import Sketch
 from sagellm.accel.sparsity.registry import make_sparsity
 from sagellm.core.config import SageConfig
 from sagellm.core.errors import SageError
+from sagellm.core.figure import new_figure, save_figure
 from sagellm.engines.base import SamplingParams
 from sagellm.engines.lmdeploy.engine import LMDeployEngine
 from sagellm.engines.lmdeploy.sparsity import steps_of
@@ -49,7 +52,7 @@ from sagellm.evaluate.forced import answer_after, decode_scores
 
 DENSE, LIMITS, SHORT = "dense", "limits", 64
 ASKED_IN_PROMPT = "dense, asked in the prompt"
-POLICIES = ("streaming", "quest", "quest-by-layer", "sketch", "oracle", "random")
+POLICIES = ("streaming", "quest", "quest-by-layer", "quest-bounds", "sketch", "oracle", "random")
 PROMPTS = {
     DENSE: {}, "a_shape": {"sparsity": "a_shape", "sparsity_options": {"share": 0.25}},
     "xattention": {"sparsity": "xattention", "sparsity_options": {"share": 0.25, "threshold": 0.9}},
@@ -68,7 +71,9 @@ SPEED = {
     "streaming, kv int8": {"kv_schema": "int8", "sparsity": "streaming"},
     "quest, kv int8": {"kv_schema": "int8", "sparsity": "quest", "sparsity_options": BY_HEAD},
 }  # fmt: skip
-VARIANTS = {"quest-by-layer": ("quest", {"by_head": False})}  # of policies, for the loss
+VARIANTS = {  # of policies, for the loss
+    "quest-by-layer": ("quest", {"by_head": False}), "quest-bounds": ("quest", {"estimate": "bounds"}),
+}
 NEW_TOKENS = 33
 PROMPT, BEHIND, TEXTS = 2048, 129, 8
 CONTEXT, ASKED, BATCH = 2048, 32, 8
@@ -143,11 +148,7 @@ def times(folder: Path, wanted: list[tuple[int, int]], share: float, rounds: int
             steps: dict[int, dict[str, list[float]]] = {}
             for size in (SHORT, length):
                 prompts = [text.prose(size, batch * 1000 + size, number) for number in range(batch)]
-                request = {"do": "times", "prompts": prompts, "new_tokens": NEW_TOKENS}
-                interleave(contestants, request, 1)
-                answers = interleave(contestants, request, rounds)
-                speeds = answers.pop(LIMITS)
-                steps[size] = {name: [_step_s(times) for times in every] for name, every in answers.items()}
+                steps[size], speeds = _steps_of(contestants, prompts, rounds)
             dense, short = steps[length][DENSE], steps[SHORT]
             beyond = {name: [a - b for a, b in zip(values, short[name], strict=True)] for name, values in steps[length].items()}
             found.append({
@@ -158,6 +159,17 @@ def times(folder: Path, wanted: list[tuple[int, int]], share: float, rounds: int
                 "bandwidth_gb_s": float(np.median([speed.bandwidth for speed in speeds])) / 1e9,
             })  # fmt: skip
     return found
+
+
+def _steps_of(
+    contestants: list[Contestant], prompts: list[list[int]], rounds: int
+) -> tuple[dict[str, list[float]], list[Any]]:
+    """Seconds of a decode step by contestant and round, and the limits of the machine in each round."""
+    request = {"do": "times", "prompts": prompts, "new_tokens": NEW_TOKENS}
+    interleave(contestants, request, 1)
+    answers = interleave(contestants, request, rounds)
+    speeds = answers.pop(LIMITS)
+    return {name: [_step_s(times) for times in every] for name, every in answers.items()}, speeds
 
 
 def shared_times(folder: Path, requests: int, common: int, own: int, rounds: int, threads: int) -> dict[str, Any]:
@@ -174,11 +186,7 @@ def shared_times(folder: Path, requests: int, common: int, own: int, rounds: int
             stack.callback(contestant.close)
         first = text.prose(common, 1)
         prompts = [first + text.prose(own, 2, number) for number in range(requests)]
-        request = {"do": "times", "prompts": prompts, "new_tokens": NEW_TOKENS}
-        interleave(contestants, request, 1)
-        answers = interleave(contestants, request, rounds)
-        speeds = answers.pop(LIMITS)
-        steps = {name: [_step_s(times) for times in every] for name, every in answers.items()}
+        steps, speeds = _steps_of(contestants, prompts, rounds)
         limits = [shape.decode_s(requests, common + own + NEW_TOKENS // 2, speed, common) for speed in speeds]
     return {
         "requests": requests, "common": common, "own": own,
@@ -265,12 +273,17 @@ def _loss_config(block_size: int, threads: int, num_tokens: int, **settings: Any
     )  # fmt: skip
 
 
+class AllSummaries(Sketch):
+    """Has the engine keep the summaries of keys that any policy asks for."""
+
+    summaries = SUMMARIES
+
+
 def step_losses(folder: Path, policies: list[str], shares: list[float], block_size: int, threads: int) -> list[dict[str, Any]]:
     """Policies of decode steps, in one engine in turn: prompts are computed once, by dense attention."""
     text = RealText(folder)
     num_tokens = TEXTS * (PROMPT + BEHIND) + 2 * (ASKED + BATCH) * CONTEXT
-    # It keeps all summaries of keys that any of the policies asks for.
-    engine = LMDeployEngine(_loss_config(block_size, threads, num_tokens, sparsity="sketch"), folder)
+    engine = LMDeployEngine(_loss_config(block_size, threads, num_tokens, sparsity=f"{__spec__.name}:AllSummaries"), folder)
     steps = steps_of(engine.engine.executor.model_agent.cache_config)
     rows = []
     try:
@@ -415,12 +428,8 @@ def _worse(row: dict[str, Any], rows: list[dict[str, Any]]) -> float:
 
 def draw(rows: list[dict[str, Any]], file: Path) -> None:
     """Draw what each policy loses over the share of blocks that it reads."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+    figure = new_figure(12, 3.6)
+    axes = figure.subplots(1, 3)
     dense = rows[0]
     for policy in dict.fromkeys(row["policy"] for row in rows if row["policy"] not in (DENSE, ASKED_IN_PROMPT)):
         own = [row for row in rows if row["policy"] == policy]
@@ -434,7 +443,7 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
         axis.set(xlabel="blocks read", title=name, xscale="log")
     axes[0].set_yscale("symlog", linthresh=1)
     axes[0].legend()
-    figure.savefig(file, dpi=110)
+    save_figure(figure, file)
 
 
 if __name__ == "__main__":

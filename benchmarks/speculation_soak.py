@@ -159,7 +159,7 @@ async def _answers(engine: Any, jobs: list[Job]) -> list[tuple[int, ...]]:
 
 
 async def _broken_off(engine: Any, prompt: list[int], params: Any, end: int) -> tuple[int, ...]:
-    from sagellm.engines.lmdeploy.engine import _gen_config
+    from sagellm.engines.lmdeploy.running import _gen_config
 
     session = next(engine._sessions)
     instance = engine.engine.create_instance()

@@ -1,10 +1,10 @@
 """Tensor-parallel workers that are killed at random moments, from the start of an engine to its end.
 
-    python -m benchmarks.worker_kills [--kills 200] [--seed 0] [--out FILE]
+    python -m benchmarks.worker_kills [--server] [--kills 200] [--seed 0] [--out FILE]
 
 Each round builds an engine of the demo model with two workers and asks it several times. A thread kills one worker by SIGKILL
 at a random moment. Every call must answer as an engine without kills does, or raise `EngineError`; the engine must close, and
-leave no process and no shared memory.
+leave no process and no shared memory. With `--server` the workers are those of a server, see `served_kills`.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from typing import Any
 import click
 import psutil
 
+from benchmarks import served_kills
 from benchmarks.contestants import summary
 from benchmarks.output import Output, spread, table, with_output
 from benchmarks.processes import workers_below
@@ -38,9 +39,12 @@ PROMPTS = [[1, 5, 9, 13], [2, 4, 8], [3, 7, 11, 15, 19]]
 @click.command()
 @click.option("--kills", default=200, show_default=True, help="Rounds.")
 @click.option("--seed", default=0, show_default=True, help="Seed of moments and workers.")
+@click.option("--server", is_flag=True, help="Kill workers of a server that starts them again.")
 @with_output
-def main(kills: int, seed: int, output: Output) -> None:
+def main(kills: int, seed: int, server: bool, output: Output) -> None:
     """Kill workers, print what came of it, and write the result."""
+    if server:
+        return of_server(kills, seed, output)
     load_early(keep=True)  # else most moments would lie in the time that libraries are loaded
     chance = random.Random(seed)
     expected, whole_s = undisturbed()
@@ -69,6 +73,18 @@ def main(kills: int, seed: int, output: Output) -> None:
     output.finish(result)
     if faults:
         raise click.ClickException(f"{len(faults)} rounds went wrong.")
+
+
+def of_server(kills: int, seed: int, output: Output) -> None:
+    result = served_kills.sweep(kills, seed, output)
+    output.say(table(("", "seen"), [(name, result[name]) for name in served_kills.COUNTS]))
+    if result["kill_to_error_s"]:
+        longest_s = result["longest_to_error_s"]
+        output.say(f"from the kill to the error {spread(result['kill_to_error_s'])} s, at most {longest_s:.2f} s")
+    output.say(f"from the kill to the next answer {spread(result['back_s'])} s")
+    output.finish(result)
+    if any(result[name] for name in served_kills.FAULTS):
+        raise click.ClickException("something was lost, wrong or late, or stayed behind.")
 
 
 def build() -> Any:

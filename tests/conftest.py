@@ -63,7 +63,7 @@ ONE_SERVER = "tests/serve/one_server/"
 
 # An example takes long when another worker has the core, so there is no deadline. Examples are the same in each run;
 # `--hypothesis-profile search` looks for new ones.
-hypothesis.settings.register_profile("steady", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("steady", deadline=None, derandomize=True, max_examples=40)
 hypothesis.settings.register_profile("search", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile("steady")
 
@@ -82,6 +82,16 @@ class ByFileAndServer(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
         return ONE_SERVER if file.startswith(ONE_SERVER) else file
+
+
+def pytest_sessionstart() -> None:
+    """Start what workers and ranks are forked from, in each process that runs many tests.
+
+    Python has one fork server a process. One of another test, without the libraries, would let each worker load them."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        from sagellm.engines.lmdeploy.worker_processes import load_early
+
+        load_early(keep=True)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFileAndServer | None:

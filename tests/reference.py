@@ -1,4 +1,4 @@
-"""Outside oracles: transformers' own greedy generation."""
+"""Outside oracles: greedy decoding by the models of transformers."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,17 +20,23 @@ def greedy_reference(model_folder: Callable[[str], Path]) -> Reference:
 
     models, answers = {}, {}
 
+    @torch.inference_mode()
+    def greedy(model, prompt: tuple[int, ...], num_new: int) -> list[int]:
+        """`generate` gives the same tokens, and takes three times as long around the model."""
+        tokens: list[int] = []
+        given, cache = torch.tensor([prompt]), None
+        while len(tokens) < num_new:
+            out = model(given, past_key_values=cache, use_cache=True)
+            given, cache = out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
+            tokens.append(int(given))
+        return tokens
+
     def one(name: str, prompt: tuple[int, ...], num_new: int) -> tuple[int, ...]:
         known = answers.get((name, prompt), ())
         if len(known) < num_new:
             if name not in models:
                 models[name] = AutoModelForCausalLM.from_pretrained(model_folder(name), dtype=torch.float32).eval()
-            ids = torch.tensor([prompt])
-            out = models[name].generate(
-                ids, attention_mask=torch.ones_like(ids), min_new_tokens=num_new, max_new_tokens=num_new,
-                do_sample=False, eos_token_id=None, pad_token_id=0,
-            )  # fmt: skip
-            known = answers[name, prompt] = tuple(out[0, len(prompt) :].tolist())
+            known = answers[name, prompt] = tuple(greedy(models[name], prompt, num_new))
         return known[:num_new]
 
     def reference(prompts, num_new: int, model: str = "llama") -> list[tuple[int, ...]]:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -10,6 +11,11 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
+# Of tracked files; a picture is a plot of a committed result.
+SUFFIXES = {
+    "", ".c", ".cpp", ".csv", ".gz", ".h", ".html", ".json", ".jsonl", ".md", ".patch", ".png", ".py", ".pyi", ".sh", ".toml",
+    ".txt", ".typed", ".yaml", ".yml",
+}  # fmt: skip
 README = (ROOT / "README.md").read_text()
 RESULTS = ROOT / "benchmarks" / "results"
 MAX_WORDS, MAX_RESULTS = 1100, 10
@@ -108,3 +114,10 @@ def test_readme_is_one_page() -> None:
 def test_links_lead_somewhere() -> None:
     links = re.findall(r"\]\(([^)#:]+)\)", README)
     assert links and not [link for link in links if not (ROOT / link).exists()]
+
+
+def test_no_binary_or_package_of_others_is_tracked() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\n")
+    assert not [file for file in files if Path(file).suffix not in SUFFIXES]

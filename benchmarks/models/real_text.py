@@ -1,7 +1,5 @@
-"""Work for a real model, from the texts of `sagellm.evaluate`: chats, code to complete, questions about shared documents."""
+"""Work for a real model, from the texts of `sagellm.evaluate`: chats, code to complete, and prose."""
 
-import functools
-import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ ASKED = (
     "Say this in one sentence:\n\n{}",
 )
 AGAIN = "Write this text again, word for word:\n\n{}"
-ABOUT = "\n\nAnswer from the document above: what does it say about {}?"
 
 
 def model_folder(name: str | Path | None) -> Path:
@@ -74,19 +71,6 @@ class RealText:
     def prose(self, num_tokens: int, seed: int, number: int = 0) -> list[int]:
         """A piece of prose of that length."""
         return self._piece(self._prose, num_tokens, np.random.default_rng([seed, number, 4]))
-
-    def retrieval(self, document: int, num_tokens: int, seed: int, number: int = 0) -> list[int]:
-        """A question about one of the documents; its prompt is `num_tokens` of the document and the question."""
-        random = np.random.default_rng([seed, number, 5])
-        text = self._piece(self._prose, num_tokens, np.random.default_rng([document, 6]))
-        names = self._names(document, num_tokens)
-        return text + self._tokenizer(ABOUT.format(names[int(random.integers(len(names)))]))["input_ids"]
-
-    @functools.cache  # noqa: B019, as few objects as models
-    def _names(self, document: int, num_tokens: int) -> list[str]:
-        """Words of a document that look like names of the language."""
-        text = self._tokenizer.decode(self._piece(self._prose, num_tokens, np.random.default_rng([document, 6])))
-        return sorted(set(re.findall(r'"(\w[\w.()]+)"', text))) or sorted(set(re.findall(r"\w{6,}", text)))
 
     def _passage(self, random: np.random.Generator) -> str:
         count = int(random.integers(*PASSAGE))

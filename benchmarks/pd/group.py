@@ -30,7 +30,8 @@ class Group(ServerProcess):
 def pd_group(flags: Sequence[str] = (), *, serve: Sequence[str] = (), model: str = "demo") -> Group:
     """Start `sagellm pd up`; `serve`: flags of its engines."""
     port = free_port()
-    command = [sys.executable, "-m", "sagellm.pd", "up", "--model", model, "--port", port, "--json", *flags]
+    sagellm = (sys.executable, "-c", "from sagellm.cli import main; main()")
+    command = [*sagellm, "pd", "up", "--model", model, "--port", port, "--json", *flags]
     return Group([*command, "--", *serve] if serve else command, port)
 
 

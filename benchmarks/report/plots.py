@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure  # not pyplot: no global state, and PNG needs no display
+from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from benchmarks.contestants import summary
@@ -17,11 +17,10 @@ from benchmarks.metrics.compute import Ratio, latencies, paired_ratio
 from benchmarks.metrics.definitions import PERCENTILES
 from benchmarks.report.markdown import digits, metric_names, scaled
 from benchmarks.result import Result, Run
+from sagellm.core.figure import COLOURS, new_figure, save_figure
 
 SamplesOf = Callable[[Run], Samples | None]
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vP*"
 LATENCY_TITLES = {"ttft": "Time to first token", "tpot": "Time per output token", "itl": "Inter-token latency",
                   "e2e": "End-to-end latency"}  # fmt: skip
@@ -56,8 +55,7 @@ def write_plots(result: Result, folder: Path, samples_of: SamplesOf, samples_fol
     files = []
     for name, figure in figures.items():
         if figure is not None:
-            files.append(folder / f"{name}.png")
-            figure.savefig(files[-1], dpi=120)
+            files.append(save_figure(figure, folder / f"{name}.png"))
     return files
 
 
@@ -71,7 +69,7 @@ def _latency(result: Result, scenario: str, runs: list[Run], samples_of: Samples
             pooled[contestant] = {name: np.concatenate([of[name] for of in rounds]) for name in LATENCY_TITLES}
     if not pooled:
         return None
-    figure = Figure(figsize=(10, 7.5), layout="constrained")
+    figure = new_figure(10, 7.5)
     figure.suptitle(f"{result.name}: latency of {scenario}, valid rounds together")
     for axes, (name, title) in zip(figure.subplots(2, 2).flat, LATENCY_TITLES.items(), strict=True):
         _distribution(axes, title, {contestant: of[name] for contestant, of in pooled.items()}, result)
@@ -120,7 +118,7 @@ def _throughput(result: Result, family: str, scenarios: dict[int, str]) -> Figur
         ("output_tokens_per_s", "Output throughput", "output tokens/s"),
         ("goodput_rps", "Goodput: answers within all SLOs", "requests/s"),
     )
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    figure = new_figure(10, 4.5)
     figure.suptitle(f"{result.name}: throughput of {family} against concurrency (median, quartiles of rounds)")
     drawn = False
     for axes, (metric, title, unit) in zip(figure.subplots(1, 2), panels, strict=True):
@@ -157,7 +155,7 @@ def _hit_rate(result: Result, scenario: str, runs: list[Run], folder: Path) -> F
     if end <= 0:
         return None
     edges = np.linspace(0, end, HIT_BINS + 1)
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    figure = new_figure(9, 4.5)
     axes = figure.subplots()
     for contestant, rounds in found.items():
         if rounds:
@@ -198,7 +196,7 @@ def _ratios(result: Result, scenario: str) -> Figure | None:
             rows[name] = there
     if not rows:
         return None
-    figure = Figure(figsize=(9, 1.6 + 0.32 * len(rows) * max(1, len(others) / 2)), layout="constrained")
+    figure = new_figure(9, 1.6 + 0.32 * len(rows) * max(1, len(others) / 2))
     axes = figure.subplots()
     for number, other in enumerate(others):
         offset = 0.5 * ((number + 0.5) / len(others) - 0.5)

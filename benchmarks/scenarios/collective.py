@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.rank_processes import run_ranks
 from benchmarks.result import Definition
 from sagellm.comm_backend import CommBackendProtocol
+from sagellm.comm_backend.rank_processes import run_ranks
 
 OPTIONS: dict[str, Any] = {"backend": "shm", "kib": 64, "rounds": 40, "operations": 64, "slower": 0.0}
 DEFINITIONS = {

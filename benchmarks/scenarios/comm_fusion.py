@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.rank_processes import run_ranks
 from benchmarks.result import Definition
 from sagellm.comm_backend import CommBackendProtocol, CommFusion
+from sagellm.comm_backend.rank_processes import run_ranks
 
 OPTIONS: dict[str, Any] = {"kib": [1, 4, 16, 64, 256], "tensors": 16, "rounds": 40, "bucket_kib": 256}
 SIZES = (1, 4, 16, 64, 256)

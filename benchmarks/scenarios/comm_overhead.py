@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.rank_processes import run_ranks
 from benchmarks.result import Definition
 from sagellm.comm_backend import CommBackendProtocol
+from sagellm.comm_backend.rank_processes import run_ranks
 from sagellm.comm_backend.torch_groups import GlooBackend
 
 OPTIONS: dict[str, Any] = {"kib": [4, 64, 1024], "rounds": 60, "operations": 32, "gap_us": 100.0}

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.rank_processes import run_ranks
 from benchmarks.result import Definition
 from sagellm.comm_backend import CommBackendProtocol, OverlapWindow, Work
 from sagellm.comm_backend.overlap import Collective, OverlapPlan, Segment, Step
+from sagellm.comm_backend.rank_processes import run_ranks
 
 OPTIONS: dict[str, Any] = {"tokens": 128, "hidden": 896, "layers": 2, "rounds": 60, "network_ms": 3.0}
 NETWORK = "network"

@@ -1,21 +1,17 @@
 """Messages between two processes of one host: `shm` against a plain copy in one process, and against gloo on loopback."""
 
-import multiprocessing
-import tempfile
 import time
 from collections.abc import Callable
-from datetime import timedelta
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import distributed
 
 from benchmarks.result import Definition
-from sagellm.comm_backend import CommConfig
+from sagellm.comm_backend import CommBackendProtocol
+from sagellm.comm_backend.rank_processes import run_ranks
 from sagellm.comm_backend.shm import ShmBackend
+from sagellm.comm_backend.torch_groups import GlooBackend
 
 OPTIONS: dict[str, Any] = {"mib": [1, 4, 16, 64], "total_mib": 64, "rounds": 20, "pings": 3000}
 SIZES = (1, 4, 16, 64)
@@ -49,49 +45,28 @@ DEFINITIONS = {
 
 def run(seed: int, mib: list[int], total_mib: int, rounds: int, pings: int) -> dict[str, float]:
     """Sizes that are not in `mib` are measured as 4 KiB."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        ours, theirs = context.Pipe(duplex=False)
-        arguments = (folder, seed, mib, total_mib, rounds, pings)
-        processes = [context.Process(target=_rank, args=(rank, theirs, *arguments)) for rank in range(2)]
-        for process in processes:
-            process.start()
-        theirs.close()
-        try:
-            return ours.recv()
-        finally:
-            for process in processes:
-                process.join(60)
-                process.kill()
+    options = {"shm": {"heap_bytes": 2 * 64 * MIB}}
+    return run_ranks(_figures, ("shm", "gloo"), seed, mib, total_mib, rounds, pings, options=options)[1]
 
 
-def _rank(
-    rank: int, answer: Connection, folder: str, seed: int, mib: list[int], total_mib: int, rounds: int, pings: int
-) -> None:
-    torch.set_num_threads(1)
-    config = CommConfig(
-        backend="shm", rank=rank, world_size=2, rendezvous=f"file://{folder}/shm", options={"heap_bytes": 2 * 64 * MIB}
-    )
-    gloo = _Gloo(rank, Path(folder) / "gloo")
-    with ShmBackend(config) as shm:
-        metrics = _control(rank, shm, gloo, pings)
-        for size in SIZES:
-            num_bytes, num_messages = (size * MIB, max(2, total_mib // size)) if size in mib else (4096, 2)
-            metrics |= _sizes(rank, shm, gloo, size, num_bytes, num_messages, rounds, seed)
-        shm.barrier()
-    if rank == 1:
-        answer.send(metrics)
+def _figures(
+    backends: dict[str, CommBackendProtocol], seed: int, mib: list[int], total_mib: int, rounds: int, pings: int
+) -> dict[str, float]:
+    shm, own = backends["shm"], backends["gloo"]
+    assert isinstance(shm, ShmBackend) and isinstance(own, GlooBackend)
+    gloo = _Gloo(own.torch_group)
+    metrics = _control(shm.rank, shm, gloo, pings)
+    for size in SIZES:
+        num_bytes, num_messages = (size * MIB, max(2, total_mib // size)) if size in mib else (4096, 2)
+        metrics |= _sizes(shm.rank, shm, gloo, size, num_bytes, num_messages, rounds, seed)
+    return metrics
 
 
 class _Gloo:
     """Plain gloo, as torch has it."""
 
-    def __init__(self, rank: int, path: Path) -> None:
-        store = distributed.FileStore(str(path), 2)
-        options = distributed.ProcessGroupGloo._Options()
-        options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = timedelta(seconds=60)
-        self._group = distributed.ProcessGroupGloo(store, rank, 2, options)
+    def __init__(self, group: Any) -> None:
+        self._group = group
 
     def send(self, tensor: torch.Tensor, dst: int, async_op: bool = False) -> Any:
         return self._wait(self._group.send([tensor], dst, 0), async_op)

@@ -53,7 +53,7 @@ def run(seed: int, requests: int, places: int, channel: str, alone: int, model: 
         expected = ask_all(server.url, asked, places)
     _check(expected)
     with pd_group(["--policy", "always-split"], serve=(*POOL, "--kv-channel", channel), model=model) as group:
-        decode = next(each["url"] for each in group.engines() if each["name"].startswith("decode"))
+        decode = next(each["url"] for each in group.engines() if "-decode-" in each["name"])
         one_by_one = ask_all(group.url, mixed_requests(alone, seed + 1, lengths=(100, 1000), shared=0.0, model=model), 1)
         _check(one_by_one)
         first = metrics_of(decode)

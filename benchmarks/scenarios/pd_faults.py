@@ -42,7 +42,7 @@ DEFINITIONS = {
     ),
     "pd_faults_held": Definition(unit="1", better="lower", text="Prompts still held for others, and waited for, by then."),
     "pd_faults_growth_mib": Definition(
-        unit="MiB", better="lower", text="Memory of the proxy at the end, less what it had after the first tenth of the time."
+        unit="MiB", better="lower", text="Memory of the manager at the end, less what it had after the first tenth of the time."
     ),
     "pd_faults_engine_growth_kib": Definition(
         unit="KiB", better="lower",
@@ -145,7 +145,7 @@ class _Drill:
         return found
 
     async def _watch(self) -> None:
-        proxy = psutil.Process(self._group.announcement["proxy_pid"])
+        proxy = psutil.Process(self._group.process.pid)
         while True:
             self._memory.append(proxy.memory_info().rss)
             await asyncio.sleep(1.0)

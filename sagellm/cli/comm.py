@@ -1,13 +1,12 @@
 """`sagellm comm measure`: what collectives and messages cost on this machine."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from sagellm.core.errors import SageError
+from sagellm.cli.values import JSON_FLAG, answering
 
 
 @click.command()
@@ -15,22 +14,19 @@ from sagellm.core.errors import SageError
 @click.option("--ranks", type=click.IntRange(2, 64), default=2, show_default=True, help="Processes of one thread each.")
 @click.option("--rounds", type=click.IntRange(1), default=20, show_default=True, help="Turns of each backend at each size.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Picture of the bandwidths, .png or .svg.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@JSON_FLAG
 def measure(backends: str, ranks: int, rounds: int, plot: Path | None, as_json: bool) -> None:
-    """Measure all-reduce, all-gather and messages of backends, and a plain copy.
+    """Measure all-reduce, all-gather, messages and overlap of backends, and a plain copy.
 
     Exit code 0: done; 1: a backend does not work here.
     """
     from sagellm.comm_backend.measure import measure as measured
     from sagellm.comm_backend.measure import write_plot
 
-    try:
+    with answering(as_json):
         result = measured(backends.split(","), ranks, rounds=rounds)
         if plot is not None:
             write_plot(result, plot)
-    except SageError as error:
-        click.echo(json.dumps({"error": str(error)}) if as_json else f"error: {error}", err=not as_json)
-        sys.exit(1)
     if as_json:
         click.echo(json.dumps(result, indent=1))
         return
@@ -63,4 +59,7 @@ def _show(result: dict[str, Any]) -> None:
         for name, found in result["backends"].items()
     ]  # fmt: skip
     show_rows(rows, {"backend": "backend", "message p50, us": "p50", "p99, us": "p99", "hidden": "hidden"}, False)
-    click.echo(f"topology detected in {1e3 * result['topology_s']:.1f} ms")
+    click.echo(f"topology detected in {1e3 * result['topology_s']:.1f} ms; candidates: {', '.join(result['candidates'])}")
+    click.echo(f"reason: {result['reason']}")
+    for kind, name in result["chosen"].items():
+        click.echo(f"--comm-backend auto takes {name} for {kind}{' (gloo)' if name == 'group' else ''}")

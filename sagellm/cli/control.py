@@ -1,5 +1,6 @@
 """`sagellm up`, `sagellm engine` and `sagellm infer`: a manager, its engines, and a question to them."""
 
+import contextlib
 import gc
 import json
 import os
@@ -13,17 +14,16 @@ from typing import Any
 import click
 
 from sagellm.cli.tables import show_rows
-from sagellm.cli.values import read_options
+from sagellm.cli.values import JSON_FLAG, read_options
 from sagellm.core.config import KV_SCHEMAS, read_model
 from sagellm.core.current_folder import look_in_current_folder
 from sagellm.core.devices import device_names
 from sagellm.core.early import STOP_SIGNALS
 from sagellm.core.errors import ConfigError, SageError
 
-__all__ = ["engine", "infer", "up"]
+__all__ = ["engine", "infer", "run_manager", "up"]
 
 SHIPPED = Path(__file__).parents[1] / "config" / "engines" / "sagellm.yaml"
-JSON_FLAG = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 URL_FLAG = click.option("--url", help="URL of the manager. Default: $SAGELLM_URL, or the manager of this user.")
 KEY_FLAG = click.option("--api-key", help="API key of the gateway. Default: $SAGELLM_API_KEY.")
 
@@ -36,6 +36,7 @@ KEY_FLAG = click.option("--api-key", help="API key of the gateway. Default: $SAG
 @click.option("--max-running-per-key", type=int, help="Requests that a key may have at once. Default: no limit.")
 @click.option("--router", help="Router: a name of `sagellm list router`, or module:Class. Default: least-load.")
 @click.option("--record", type=click.Path(path_type=Path), help="File for routing decisions, as JSON lines.")
+@click.option("--ray-address", help="Ray cluster whose nodes run the engines: host:port of its head, or auto.")
 @click.option("--empty", is_flag=True, help="Start without engines; add them with `sagellm engine start`.")
 @click.option("--log-level", type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"]), help="Log level. Default: WARNING.")
 @click.option("--json", "as_json", is_flag=True, help="Print the readiness line as JSON.")
@@ -45,6 +46,27 @@ def up(config: Path | None, empty: bool, as_json: bool, **flags: Any) -> None:
     Without CONFIG it starts the default model. Exit code 0: ended by a signal; 2: misuse, or an engine could not start.
     """
     from sagellm.control_plane.config import ManagerConfig
+
+    given = {name: value for name, value in flags.items() if value not in (None, ())}
+
+    def settings() -> Any:
+        if empty and config is not None:
+            raise ConfigError("--empty and a CONFIG contradict each other; give one of them.")
+        return read_model(ManagerConfig, None if empty else config or SHIPPED, given)
+
+    run_manager(settings, lambda manager: _announce(manager, as_json))
+
+
+def run_manager(
+    settings: Callable[[], Any], announce: Callable[[Any], None], fault: Callable[[Any], str] = lambda manager: ""
+) -> None:
+    """Run a manager until a signal, and end the process: exit code 1 after a fault, 2 where it could not start.
+
+    Args:
+        settings: returns its `ManagerConfig`. Raises SageError: invalid ones.
+        announce: called with the manager when its engines serve.
+        fault: called with the manager again and again; returns why it must end, or nothing.
+    """
     from sagellm.control_plane.manager import ControlPlaneManager
     from sagellm.serve.logs import log_to_stderr
 
@@ -59,37 +81,40 @@ def up(config: Path | None, empty: bool, as_json: bool, **flags: Any) -> None:
         if not is_ready.is_set():
             raise KeyboardInterrupt
 
-    given = {name: value for name, value in flags.items() if value not in (None, ())}
+    why = ""
     try:
-        if empty and config is not None:
-            raise ConfigError("--empty and a CONFIG contradict each other; give one of them.")
-        settings = read_model(ManagerConfig, None if empty else config or SHIPPED, given)
-        log_to_stderr(settings.log_level)
+        config = settings()
+        log_to_stderr(config.log_level)
         for number in STOP_SIGNALS:
             signal.signal(number, on_signal)
-        manager = ControlPlaneManager(settings)
-        try:
-            manager.start()
-            is_ready.set()
-            gc.collect()
-            gc.freeze()  # later searches for garbage leave out the libraries, or each would hold up all streams
-            _announce(manager, as_json)
-            while not stop.wait(0.5):  # in turns, or a signal that comes to another thread is not seen
+        manager, out = ControlPlaneManager(config), sys.stdout
+        with contextlib.redirect_stdout(sys.stderr):  # Ray prints there what happens to nodes
+            try:
+                manager.start()
+                is_ready.set()
+                gc.collect()
+                gc.freeze()  # later searches for garbage leave out the libraries, or each would hold up all streams
+                with contextlib.redirect_stdout(out):
+                    announce(manager)
+                while not (stop.wait(0.5) or (why := fault(manager))):  # in turns, or a signal to another thread is not seen
+                    pass
+            except KeyboardInterrupt:  # while engines start
                 pass
-        except KeyboardInterrupt:  # while engines start
-            pass
-        finally:
-            stop.set()
-            manager.stop()
+            finally:
+                stop.set()
+                manager.stop()
     except SageError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(2)
+    if why:
+        click.echo(f"error: {why}", err=True)
+        sys.exit(1)
 
 
 def _announce(manager: Any, as_json: bool) -> None:
     models = sorted(manager.status()["models"])
     if as_json:
-        engines = [{"name": one["name"], "url": one["url"], "pid": one.get("pid")} for one in manager.engines()]
+        engines = [{name: one.get(name) for name in ("name", "url", "pid", "node")} for one in manager.engines()]
         line = {"ready": True, "url": f"{manager.url}/v1", "models": models, "pid": os.getpid(), "engines": engines}
         click.echo(json.dumps(line))
         return
@@ -158,8 +183,17 @@ def start(
 def list_engines(ask: Any, as_json: bool) -> None:
     """List the engines of the manager."""
     rows = ask("GET", "/control/engines")["engines"]
-    shown = rows if as_json else [row | {"models": ", ".join(row["models"])} for row in rows]
-    show_rows(shown, {name: name for name in ("name", "kind", "state", "models", "device", "running", "url")}, as_json)
+    shown = rows if as_json else [_shown(row) for row in rows]
+    columns = ("name", "group", "role", "kind", "state", "models", "device", "load", "node", "url")
+    show_rows(shown, {name: name for name in columns}, as_json)
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the cells of an engine in a table."""
+    load = [f"{row['running']} running"]
+    load += [f"{row['load']['waiting']:.0f} waiting"] if "waiting" in row["load"] else []
+    load += [f"KV {row['load']['kv_use']:.0%}"] if "kv_use" in row["load"] else []
+    return row | {"models": ", ".join(row["models"]), "load": ", ".join(load)}
 
 
 @engine.command("status")
@@ -181,8 +215,11 @@ def status(ask: Any, name: str | None, as_json: bool) -> None:
 
         for one in engines:
             why = f" ({one['why']})" if one["why"] else ""
+            node = f" on node {one['node']}" if one["node"] else ""
+            role = f", {one['role']} engine of {one['group']}" if one["group"] else ""
             Console().print(
-                f"{one['name']}: {one['state']}{why}; {one['running']} running, {one['served']} served, {one['starts']} starts",
+                f"{one['name']}{role}: {one['state']}{node}{why}; {one['running']} running, {one['served']} served, "
+                f"{one['starts']} starts",
                 markup=False, highlight=False,
             )  # fmt: skip
         for name, pool in found["scaling"].items():

@@ -8,6 +8,7 @@ import click
 
 from sagellm.cli import checks
 from sagellm.cli.checks import MISSING, NOTE, OK, Finding
+from sagellm.cli.values import JSON_FLAG
 from sagellm.core.config import SageConfig
 
 COLOURS = {OK: "green", NOTE: "yellow", MISSING: "red"}
@@ -45,7 +46,7 @@ def examine(port: int) -> list[Finding]:
 @click.option(
     "--port", type=click.IntRange(1, 65535), default=SageConfig().port, show_default=True, help="Port to look at."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@JSON_FLAG
 def doctor(port: int, as_json: bool) -> None:
     """Say what this machine can run, and what is missing.
 

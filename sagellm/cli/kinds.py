@@ -11,7 +11,7 @@ import click
 
 from sagellm.cli.lazy import LazyGroup, at
 from sagellm.cli.tables import show_rows
-from sagellm.cli.values import LONGEST_LIMIT_S, Finite, read_options
+from sagellm.cli.values import JSON_FLAG, LONGEST_LIMIT_S, Finite, read_options
 from sagellm.core.contract import ContractReport, Flag
 from sagellm.core.current_folder import look_in_current_folder
 from sagellm.core.errors import SageError
@@ -20,7 +20,6 @@ from sagellm.core.kinds import KINDS, Kind
 __all__ = ["check", "comm", "list_kinds", "old_commands", "policy", "strategy"]
 
 COLUMNS = {"native": "native", "options": "options", "tensors on": "devices", "here": "here", "what it does": "summary"}
-JSON_FLAG = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
 class _ListGroup(LazyGroup):

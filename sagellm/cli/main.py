@@ -18,7 +18,7 @@ COMMANDS = {
     "strategy": (at("sagellm.cli.kinds:strategy"), "List the scheduling strategies, or check one."),
     "speculative": (at("sagellm.cli.speculative:speculative"), "List, check, measure and plan speculative strategies."),
     "comm": (at("sagellm.cli.kinds:comm"), "Measure communication, list backends and channels, or check one."),
-    "pd": (at("sagellm.pd.command:pd"), "Run prefill and decode on engines of their own, with a proxy."),
+    "pd": (at("sagellm.cli.pd:pd"), "Run prefill and decode on engines of their own, with a proxy."),
     "topology": (at("sagellm.cli.topology:topology"), "Show how the devices of this machine are connected."),
     "replay": (at("sagellm.cli.replay:replay"), "Replay a trace or a recorded log without an engine."),
     "evaluate": (at("sagellm.cli.evaluate:evaluate"), "Measure the quality of a model, or of an engine's settings."),

@@ -7,10 +7,10 @@ from typing import Any
 import click
 
 from sagellm.cli.tables import show_rows
+from sagellm.cli.values import JSON_FLAG
 from sagellm.core.config import DTYPES
 from sagellm.core.errors import SageError
 
-JSON_FLAG = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 GIB = 2**30
 
 

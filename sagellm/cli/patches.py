@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from sagellm.cli.values import JSON_FLAG
 from sagellm.core.errors import PatchError
 from sagellm.patching import TreeState, default_targets, status
 from sagellm.patching.cli import main as patch_tool
@@ -24,7 +25,7 @@ COLOURS = {"applied": "green", "not applied": "yellow"}
     "--patches", "series", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder of another patch series."
 )
 @click.option("--force", is_flag=True, help="Replace marked lines of another version of the series.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@JSON_FLAG
 def patches(
     verb: str, numbers: tuple[str, ...], targets: tuple[Path, ...], series: Path | None, force: bool, as_json: bool
 ) -> None:

@@ -41,6 +41,8 @@ MOST = 1 << 20
 @click.option("--lookaheads", type=Counts(0, 64), default="0", show_default=True, help="Numbers of guesses of a step.")
 @click.option("--steps", type=click.IntRange(4), default=16, show_default=True, help="Decode steps of a measurement.")
 @click.option("--rounds", type=click.IntRange(1), default=2, show_default=True, help="Measurements of a point.")
+@click.option("--engines", type=click.IntRange(1, 64), default=1, show_default=True,
+              help="Engines that compute on this machine at once; all but the measured one decode meanwhile.")  # fmt: skip
 @click.option("--max-kv-tokens", type=click.IntRange(1), help="Most tokens in KV blocks [all points].")
 @click.option("--device", type=click.Choice(device_names()), default="auto", show_default=True, help="Device of the engine.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="Type of the weights.")
@@ -69,7 +71,7 @@ def sla(model: str, out: Path, plot: Path | None, as_json: bool, **given: Any) -
 def _grid(given: dict[str, Any]) -> "Grid":
     from sagellm.control_plane.sla.measure import Grid
 
-    axes = {name: given[name] for name in ("prompt_tokens", "tensor_parallel", "lookaheads", "steps", "rounds")}
+    axes = {name: given[name] for name in ("prompt_tokens", "tensor_parallel", "lookaheads", "steps", "rounds", "engines")}
     try:
         return Grid(given["concurrency"], **axes, max_kv_tokens=given["max_kv_tokens"])
     except ConfigError as error:
@@ -84,6 +86,7 @@ def _show(profile: "SLAProfile", out: Path, as_json: bool) -> None:
     for setup, errors in profile.errors.items():
         told = ", ".join(f"{kind} {error.median:.1%} (p90 {error.p90:.1%})" for kind, error in errors.items())
         click.echo(f"median error of points left out, {setup}: {told}")
+    click.echo(f"mean step over the quickest: {profile.slowdown:.2f}; plans multiply all times by it")
     click.echo(f"wrote {out}")
     if profile.worst_error > TARGET:
         text = f"an error is above {TARGET:.0%}; measure on a quieter machine, with more --rounds or more points."

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from sagellm.cli.values import read_options
+from sagellm.cli.values import JSON_FLAG, read_options
 from sagellm.core.devices import device_names
 from sagellm.core.errors import SageError
 
@@ -27,7 +27,7 @@ from sagellm.core.errors import SageError
 )
 @click.option("--tokens", type=click.IntRange(1024), default=8_000, show_default=True, help="Tokens that --report scores.")
 @click.option("--answers", type=click.IntRange(0), default=20, show_default=True, help="Greedy answers that --report compares.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@JSON_FLAG
 def quantize(
     model: str | None, method: str | None, out: Path | None, given: str | None, calibration: Path | None, pieces: int,
     length: int, report: Path | None, device: str, tokens: int, answers: int, as_json: bool,

@@ -18,8 +18,9 @@ from sagellm.cli.replay_schedule import (
     run_schedule,
     schedule_options,
 )
-from sagellm.cli.replay_verify import verify_kv, verify_reads, verify_scaling, verify_strategy
-from sagellm.cli.values import Finite, options_by_name
+from sagellm.cli.replay_verify import verify as verify_record
+from sagellm.cli.replay_verify import verify_reads
+from sagellm.cli.values import JSON_FLAG, Finite, options_by_name
 from sagellm.core.current_folder import look_in_current_folder
 from sagellm.core.errors import SageError
 from sagellm.replay.base import DEFAULT_BLOCK_SIZE, MAX_BLOCKS, Semantics, num_blocks, shortened
@@ -148,7 +149,7 @@ class _Rates(click.ParamType):
     "--sparsity-options", metavar="JSON", help='Options of --sparsity, a JSON object; or of several: {"quest": {...}}.'
 )
 @schedule_options
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@JSON_FLAG
 def replay(
     trace_name: str | None, verify: Path | None, schedule: Path | None, reads: Path | None, scaling: Path | None,
     as_json: bool, **given: Any,
@@ -182,16 +183,16 @@ def replay(
         _refuse("--trace", (*OWN_OPTIONS, "sparsity", "sparsity_options"))
     try:
         if is_checked:
-            sys.exit(verify_strategy(schedule, as_json, *one_strategy(given)))
+            sys.exit(verify_record("strategy", schedule, as_json, *one_strategy(given)))
         if reads is not None:
             sys.exit(verify_reads(reads, as_json, given["sparsity"], given["sparsity_options"]))
         if scaling is not None:
-            sys.exit(verify_scaling(scaling, as_json))
+            sys.exit(verify_record("scaling", scaling, as_json))
         if schedule is not None:
             run_schedule(schedule, as_json, given)
             return
         if verify is not None:
-            sys.exit(verify_kv(verify, as_json))
+            sys.exit(verify_record("kv", verify, as_json))
         _run(trace_name, as_json, **given)
     except SageError as error:
         raise _Misuse(str(error)) from None

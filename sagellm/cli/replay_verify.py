@@ -1,6 +1,8 @@
 """`sagellm replay --verify`: whether the modules that made a record, its strategy or its pools, decide all of it again."""
 
 import json
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -9,44 +11,45 @@ import click
 from sagellm.cli.values import options_by_name
 from sagellm.core.current_folder import look_in_current_folder
 
-__all__ = ["verify_kv", "verify_reads", "verify_scaling", "verify_strategy"]
+__all__ = ["REPLAYS", "verify", "verify_reads"]
 
 MAX_SHOWN = 20
 
 
-def verify_kv(log: Path, as_json: bool) -> int:
-    """Verify evictions and lookups, and return the exit code. Raises SageError if the log cannot be used."""
-    from sagellm.replay.verify import verify_log
-
-    look_in_current_folder()
-    found = verify_log(log)
-    return _show(
-        found, as_json,
-        f"{log}: {found.num_decisions:,} decisions on {found.num_victims:,} victims, {found.num_hits:,} of "
+# Kind of record: what decides all of it again, and how its decisions are counted.
+REPLAYS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "kv": (
+        "sagellm.replay.verify:verify_log",
+        lambda found: f"{found.num_decisions:,} decisions on {found.num_victims:,} victims, {found.num_hits:,} of "
         f"{found.num_asked:,} blocks found",
-    )  # fmt: skip
+    ),
+    "strategy": (
+        "sagellm.replay.schedule.verify:verify_schedule",
+        lambda found: f"{found.num_decisions:,} decisions of {', '.join(dict.fromkeys(found.strategies))}, "
+        f"{found.num_left:,} left to the engine; {found.num_steps:,} steps and {found.num_ends:,} ends replayed",
+    ),
+    "scaling": (
+        "sagellm.control_plane.scaling_replay:verify_scaling",
+        lambda found: f"{found.num_decisions:,} decisions of {', '.join(found.pools)}",
+    ),
+}
 
 
-def verify_strategy(log: Path, as_json: bool, strategy: str | None, options: dict[str, Any] | None) -> int:
-    """Verify a strategy's decisions, and return the exit code. Raises SageError if log or strategy cannot be used."""
-    from sagellm.replay.schedule.verify import verify_schedule
+def verify(kind: str, log: Path, as_json: bool, *more: Any) -> int:
+    """Verify a record, print what differs, and return the exit code.
 
+    Args:
+        kind: of `REPLAYS`.
+        more: further arguments of what verifies: for `strategy` its name and options.
+
+    Raises:
+        SageError: the log, or the class that decided, cannot be used.
+    """
+    target, counts = REPLAYS[kind]
+    module, _, name = target.partition(":")
     look_in_current_folder()
-    found = verify_schedule(log, strategy, options)
-    return _show(
-        found, as_json,
-        f"{log}: {found.num_decisions:,} decisions of {', '.join(dict.fromkeys(found.strategies))}, {found.num_left:,} left to "
-        f"the engine; {found.num_steps:,} steps and {found.num_ends:,} ends replayed",
-    )  # fmt: skip
-
-
-def verify_scaling(log: Path, as_json: bool) -> int:
-    """Verify decisions on numbers of engines, and return the exit code. Raises SageError if log or policy cannot be used."""
-    from sagellm.control_plane import scaling_replay
-
-    look_in_current_folder()
-    found = scaling_replay.verify_scaling(log)
-    return _show(found, as_json, f"{log}: {found.num_decisions:,} decisions of {', '.join(found.pools)}")
+    found = getattr(import_module(module), name)(log, *more)
+    return _show(found, as_json, f"{log}: {counts(found)}")
 
 
 def verify_reads(log: Path, as_json: bool, names: str | None, options: str | None) -> int:

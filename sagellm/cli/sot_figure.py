@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sagellm.accel.sot.results import Listener, TaskData
-from sagellm.core.errors import ConfigError
+from sagellm.core.figure import new_figure, save_figure
 
 __all__ = ["Timeline", "draw"]
 
 WIDTH, ROW, MARGIN = 9.0, 0.34, 1.1  # inches
-DOTS = 120
 
 
 class Timeline(Listener):
@@ -43,12 +42,8 @@ def draw(timeline: Timeline, title: str, path: Path) -> None:
     Raises:
         ConfigError: matplotlib is not installed, it does not know the kind of file, or the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure  # not pyplot: no global state, and no display
-    except ImportError:
-        raise ConfigError("a plot needs matplotlib, which is not installed: pip install matplotlib") from None
     names = {task.branch_id: f"{task.branch_id + 1}. {task.title}" for task in timeline.tasks} or {0: "answer"}
-    figure = Figure(figsize=(WIDTH, MARGIN + ROW * (len(names) + 1)), layout="constrained")
+    figure = new_figure(WIDTH, MARGIN + ROW * (len(names) + 1))
     axes = figure.add_subplot()
     axes.barh(0, timeline.planned_s - timeline.start_s, color="#9aa5b1", height=0.7)
     for row, (branch_id, _) in enumerate(names.items(), 1):
@@ -66,7 +61,4 @@ def draw(timeline: Timeline, title: str, path: Path) -> None:
     axes.set_xlim(left=0)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    try:
-        figure.savefig(path, dpi=DOTS)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the plot cannot be written to {path}: {error}. Use a .png, .svg or .pdf file.") from None
+    save_figure(figure, path)

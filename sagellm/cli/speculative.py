@@ -10,7 +10,7 @@ import click
 from sagellm.cli.kinds import old_commands
 from sagellm.cli.lazy import LazyGroup
 from sagellm.cli.tables import show_rows
-from sagellm.cli.values import Counts, Finite
+from sagellm.cli.values import JSON_FLAG, Counts, Finite, answering
 from sagellm.core.config import DTYPES
 from sagellm.core.devices import device_names
 from sagellm.core.errors import SageError
@@ -53,12 +53,9 @@ def profile(out: Path, as_json: bool, **given: Any) -> None:
     `sagellm speculative recommend` reads the table, and so does --speculative dynamic:NAME by its option `table`.
     Exit code 0: written; 1: it could not be measured; 2: misuse.
     """
-    try:
+    with answering(as_json):
         table = _measure(given)
         table.write(out)
-    except SageError as error:
-        click.echo(json.dumps({"error": str(error)}) if as_json else f"error: {error}", err=not as_json)
-        sys.exit(1)
     if as_json:
         click.echo(json.dumps(table.to_dict(), indent=1))
         return
@@ -79,7 +76,7 @@ def profile(out: Path, as_json: bool, **given: Any) -> None:
 )  # fmt: skip
 @click.option("--target-ms", type=Finite(), help="Longest mean time between two tokens of a stream, in ms [any].")
 @click.option("--batch", type=click.IntRange(1), help="Number of sequences in a step [the best].")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@JSON_FLAG
 def recommend(table: Path, acceptance: float, target_ms: float | None, batch: int | None, as_json: bool) -> None:
     """Name the lookahead of most tokens a second, from a measured table and an acceptance rate.
 

@@ -1,12 +1,11 @@
 """`sagellm topology`: the NUMA nodes, GPUs, NICs and NVMe of this machine, how far they are apart, and what a copy costs."""
 
 import json
-import sys
 from pathlib import Path
 
 import click
 
-from sagellm.core.errors import SageError
+from sagellm.cli.values import answering
 
 MAX_BYTES = 1 << 50
 
@@ -29,14 +28,11 @@ def topology(measure: bool, num_bytes: int, draw: Path | None, source: Path | No
     from sagellm.comm_backend.topology.base import TopologyInfo
     from sagellm.comm_backend.topology.figure import write_figure
 
-    try:
+    with answering(as_json):
         manager = TopologyManager(sysfs, info=None if source is None else TopologyInfo.read(source))
         info = manager.measure() if measure else manager.info
         if draw is not None:
             write_figure(info, manager.links(), draw)
-    except SageError as error:
-        click.echo(json.dumps({"error": str(error)}) if as_json else f"error: {error}", err=not as_json)
-        sys.exit(1)
     if as_json:
         click.echo(json.dumps(_document(manager, num_bytes), indent=1))
         return

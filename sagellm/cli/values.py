@@ -13,9 +13,13 @@ import click
 from sagellm.core.devices import device_names
 from sagellm.core.errors import SageError
 
-__all__ = ["LONGEST_LIMIT_S", "Bytes", "Counts", "Finite", "answering", "engine_options", "options_by_name", "read_options"]
+__all__ = [
+    "JSON_FLAG", "LONGEST_LIMIT_S", "Bytes", "Counts", "Finite", "answering", "engine_options", "options_by_name",
+    "read_options",
+]  # fmt: skip
 
 LONGEST_LIMIT_S = 1e9  # 30 years; system timers take no more
+JSON_FLAG = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 MAX_SHOWN = 100  # characters of a value in a message
 
 
@@ -121,7 +125,7 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def answering(as_json: bool) -> Iterator[None]:
-    """Keep what LMDeploy logs out of standard output. Print an error of the engine, and exit with code 1."""
+    """Keep what LMDeploy logs out of standard output. Print a SageError, and exit with code 1."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield

@@ -1,15 +1,36 @@
 """Settings that all ranks of a group share."""
 
+import socket
+from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlparse
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-__all__ = ["RENDEZVOUS", "SCHEMES", "CommConfig"]
+from sagellm.core.errors import ConfigError
 
-SCHEMES = ("file", "tcp", "memory")
+__all__ = ["NODES_WAIT_S", "RENDEZVOUS", "CommConfig", "check_ray_address"]
+
 # Environment: where the workers of one engine meet, by torch.distributed's names.
 RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
+NODES_WAIT_S = 60.0  # for nodes of Ray with room; one may just be starting again
+CONNECT_S = 5.0
+
+
+def check_ray_address(address: str, setting: str) -> None:
+    """Raise ConfigError if Ray is not installed or no cluster answers at the address. `setting`: what needs Ray."""
+    if find_spec("ray") is None:
+        raise ConfigError(f"{setting} needs the package ray; install it: pip install 'sagellm[ray]'.")
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"ray_address is {address!r}; give host:port of the cluster's head, or auto.")
+    try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"no Ray cluster answers at {address}: {why}.") from None
 
 
 class CommConfig(BaseModel):

@@ -14,11 +14,12 @@ from sagellm.comm_backend.kv_transfer.layout import Model
 from sagellm.comm_backend.kv_transfer.plan import TransferEndpoint
 
 __all__ = [
-    "Capabilities", "Connect", "Done", "EngineFacts", "Fetch", "Held", "Hello", "Load", "PrefixChange", "Release", "Released",
-    "StepCost", "Subscribe",
+    "ROLE_NUMBERS", "Capabilities", "Connect", "Done", "EngineFacts", "Fetch", "Held", "Hello", "Load", "PrefixChange",
+    "Release", "Released", "StepCost", "Subscribe",
 ]  # fmt: skip
 
 Role = Literal["prefill", "decode", "hybrid"]
+ROLE_NUMBERS = {"hybrid": 1, "prefill": 2, "decode": 3}  # LMDeploy's `EngineRole`
 
 
 class Hello(Model):

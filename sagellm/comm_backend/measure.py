@@ -3,23 +3,24 @@
 Sizes and bandwidths are those of NCCL's tests: see `sagellm.engines.lmdeploy.comm_stats`.
 """
 
-import multiprocessing
+import math
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sagellm.comm_backend.base import CommBackendProtocol
-from sagellm.comm_backend.config import CommConfig
-from sagellm.comm_backend.registry import find_backend, make_backend
-from sagellm.comm_backend.topology import TopologyManager
+from sagellm.comm_backend.rank_processes import run_ranks
+from sagellm.comm_backend.registry import find_backend
+from sagellm.comm_backend.topology import Candidates, Seat, TopologyManager
+from sagellm.comm_backend.topology.placement import available_cores
+from sagellm.core.collectives import GROUP
 from sagellm.core.errors import CommError
+from sagellm.core.figure import new_figure, save_figure
 
 __all__ = ["SIZES", "measure", "write_plot"]
 
@@ -41,7 +42,9 @@ def measure(
         rounds: how often each backend has its turn at each size.
 
     Returns:
-        JSON: `topology_s`, seconds to detect the topology; `copy_bytes_per_s`, by size, of each rank; `backends`, by name:
+        JSON: `topology_s`, seconds to detect the topology; `candidates` and `reason`, of `TopologyManager.candidates` for ranks
+        on these cores; `chosen`, of these the quicker one of each collective, if all were measured, where `group` is gloo;
+        `copy_bytes_per_s`, by size, of each rank; `backends`, by name:
         `all_reduce` and `all_gather`, by size, with `p50_s`, `p99_s` and `bytes_per_s` of the whole; `message_s`, half the time
         of 8 bytes there and back; `hidden`, the share of an all-reduce of 1 MiB that a computation as long hides. A share is
         negative where both together take longer than one after the other.
@@ -53,62 +56,31 @@ def measure(
         kind = find_backend(name)
         if "file" not in kind.schemes or "cpu" not in kind.device_types or kind.missing():
             raise CommError(f"{name} does not work here between processes on the CPU; give shm, gloo, or module:Class.")
-    begin = time.perf_counter()
-    TopologyManager().detect()
+    begin, manager = time.perf_counter(), TopologyManager()
+    manager.detect()
     topology_s = time.perf_counter() - begin
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="sagellm-") as folder:
-        answers, processes = [], []
-        for rank in range(ranks):
-            ours, theirs = context.Pipe(duplex=False)
-            arguments = (rank, ranks, folder, tuple(backends), tuple(sizes), rounds, theirs)
-            process = context.Process(target=_rank, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            answers.append(ours)
-            processes.append(process)
-        try:
-            found, *_ = [_answer(rank, ours) for rank, ours in enumerate(answers)]
-        finally:
-            for process in processes:
-                process.join(10)
-                process.kill()
-                process.join()
-    return {"ranks": ranks, "rounds": rounds, "topology_s": topology_s} | found
+    candidates = manager.candidates([Seat("", tuple(available_cores()))] * ranks)
+    found, *_ = run_ranks(_figures, tuple(backends), tuple(sizes), rounds, world_size=ranks, limit_s=LIMIT_S)
+    return {
+        "ranks": ranks, "rounds": rounds, "topology_s": topology_s, "candidates": candidates.backends,
+        "reason": candidates.reason, "chosen": _chosen(candidates, found["backends"]),
+    } | found  # fmt: skip
 
 
-def _answer(rank: int, ours: Connection) -> Any:
-    try:
-        found = ours.recv() if ours.poll(LIMIT_S) else f"it has not answered within {LIMIT_S:g} s"
-    except EOFError:
-        found = "its process has ended"
-    if isinstance(found, str):
-        raise CommError(f"rank {rank} of the measurement failed: {found}.")
-    return found
+def _chosen(candidates: Candidates, found: dict[str, Any]) -> dict[str, str]:
+    """Return the quicker backend of each collective as `--comm-backend auto` chooses: in the mean of all sizes."""
+    by_name = {name: found.get("gloo" if name == GROUP else name) for name in candidates.backends}
+    if None in by_name.values():
+        return {}
+    products = {
+        kind: {name: math.prod(each["p50_s"] for each in one[kind].values()) for name, one in by_name.items()}
+        for kind in ("all_reduce", "all_gather")
+    }
+    return {kind: min(times, key=times.__getitem__) for kind, times in products.items()}
 
 
-def _rank(
-    rank: int, ranks: int, folder: str, names: Sequence[str], sizes: Sequence[int], rounds: int, answer: Connection
-) -> None:
-    torch.set_num_threads(1)
-    backends: dict[str, CommBackendProtocol] = {}
-    try:
-        for number, name in enumerate(names):
-            place = (Path(folder) / str(number)).as_uri()
-            backends[name] = make_backend(CommConfig(backend=name, rank=rank, world_size=ranks, rendezvous=place))
-        answer.send(_figures(rank, ranks, backends, sizes, rounds))
-        for backend in backends.values():
-            backend.barrier()
-    except Exception as error:
-        answer.send(f"{type(error).__name__}: {error}")
-    finally:
-        for backend in backends.values():
-            backend.close()
-
-
-def _figures(
-    rank: int, ranks: int, backends: dict[str, CommBackendProtocol], sizes: Sequence[int], rounds: int
-) -> dict[str, Any]:
+def _figures(backends: dict[str, CommBackendProtocol], sizes: Sequence[int], rounds: int) -> dict[str, Any]:
+    ranks = next(iter(backends.values())).world_size
     copies: dict[str, float] = {}
     found: dict[str, dict[str, Any]] = {name: {"all_reduce": {}, "all_gather": {}} for name in backends}
     for size in sizes:
@@ -126,7 +98,7 @@ def _figures(
             for name, each in times.items():
                 found[name][kind][str(size)] = _summary(each, size if kind == "all_reduce" else size * ranks)
     for name, backend in backends.items():
-        found[name]["message_s"] = _messages(rank, backend)
+        found[name]["message_s"] = _messages(backend)
         found[name]["hidden"] = _hidden(backend)
     return {"copy_bytes_per_s": copies, "backends": found}
 
@@ -160,16 +132,16 @@ def _p99(times: list[float]) -> float:
     return sorted(times)[min(len(times) - 1, round(0.99 * len(times)))]
 
 
-def _messages(rank: int, backend: CommBackendProtocol) -> dict[str, float]:
+def _messages(backend: CommBackendProtocol) -> dict[str, float]:
     """Between ranks 0 and 1; the others wait."""
     tensor, times = torch.zeros(1, dtype=torch.int64), []
-    for _ in range(PINGS if rank < 2 else 0):
+    for _ in range(PINGS if backend.rank < 2 else 0):
         begin = time.perf_counter()
         for sender in (0, 1):
-            if rank == sender:
-                backend.send(tensor, 1 - rank)
+            if backend.rank == sender:
+                backend.send(tensor, 1 - backend.rank)
             else:
-                backend.recv(tensor, 1 - rank)
+                backend.recv(tensor, 1 - backend.rank)
         times.append((time.perf_counter() - begin) / 2)
     backend.barrier()
     return {"p50_s": statistics.median(times), "p99_s": _p99(times)} if times else {}
@@ -207,17 +179,15 @@ def _median_s(backend: CommBackendProtocol, call: Callable[[], object]) -> float
 
 
 def write_plot(result: dict[str, Any], path: Path) -> None:
-    """Draw the bandwidth of all-reduce and all-gather over sizes, and that of a copy.
+    """Draw the bandwidth of all-reduce and all-gather over sizes, that of a copy, and times of messages.
 
     Raises:
         CommError: matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure  # not pyplot: no global state, and no display
-    except ImportError:
-        raise CommError("a plot needs matplotlib, which is not installed: pip install matplotlib") from None
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    for axes, kind in zip(figure.subplots(1, 2, sharey=True), ("all_reduce", "all_gather"), strict=True):
+    figure = new_figure(13, 4, CommError)
+    reduced, gathered, messages = figure.subplots(1, 3)
+    gathered.sharey(reduced)
+    for axes, kind in ((reduced, "all_reduce"), (gathered, "all_gather")):
         lines = {name: {size: each["bytes_per_s"] for size, each in found[kind].items()}
                  for name, found in result["backends"].items()}  # fmt: skip
         for name, values in (lines | {"copy": result["copy_bytes_per_s"]}).items():
@@ -225,8 +195,12 @@ def write_plot(result: dict[str, Any], path: Path) -> None:
             axes.plot([int(size) / 1024 for size in values], [each / 1e9 for each in values.values()], style, label=name)
         axes.set(xscale="log", yscale="log", title=f"{kind}, {result['ranks']} ranks", xlabel="KiB of a rank")
         axes.legend()
-    figure.axes[0].set_ylabel("GB/s")
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise CommError(f"cannot write {path}: {error}.") from None
+    reduced.set_ylabel("GB/s")
+    labels = [f"{name}\nhidden {found['hidden']:.0%}" for name, found in result["backends"].items()]
+    for offset, key in ((-0.2, "p50_s"), (0.2, "p99_s")):
+        times = [1e6 * found["message_s"][key] for found in result["backends"].values()]
+        messages.bar([place + offset for place in range(len(labels))], times, 0.4, label=key.removesuffix("_s"))
+    messages.set_xticks(range(len(labels)), labels)
+    messages.set(title="message of 8 bytes, overlap of 1 MiB", ylabel="us", yscale="log")
+    messages.legend()
+    save_figure(figure, path, CommError)

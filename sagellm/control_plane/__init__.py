@@ -3,6 +3,7 @@
 from sagellm.core.late_imports import late_imports
 
 _HOME = {
+    "Candidates": "base",
     "ControlPlaneManager": "manager",
     "EngineKind": "base",
     "EngineView": "base",

@@ -1,9 +1,11 @@
 """The contracts of the control plane: services, kinds of engines, routers, and scaling policies."""
 
 import asyncio
+import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import aiohttp
@@ -14,10 +16,11 @@ from sagellm.core.devices import NO_REPORT
 from sagellm.core.enums import StrEnum
 from sagellm.core.service import NOTHING_ASKED, ServiceRequest
 from sagellm.pd import base as pd
+from sagellm.pd.answers import Ending
 
 __all__ = [
-    "BaseService", "EngineKind", "EngineState", "EngineView", "PoolView", "RouteChoice", "RouteRequest", "Router",
-    "ScalingDecision", "ScalingPolicy", "totals",
+    "BaseService", "CachedPrompt", "Candidates", "EngineKind", "EngineState", "EngineView", "PoolView", "Queue", "RouteChoice",
+    "RouteRequest", "Router", "ScalingDecision", "ScalingPolicy", "totals",
 ]  # fmt: skip
 
 
@@ -60,7 +63,12 @@ class EngineKind(BaseService):
         device: type of its device; empty where it is not known.
         api_key: key that the server wants.
         metrics: our name of a figure -> name of the sample in the server's /metrics. Scaling needs those of `totals`.
-        is_ours: whether it is a process below the manager.
+        is_ours: whether the manager starts it.
+        is_group: whether it consists of engines of the fleet; it starts them, and routes its requests to them.
+        group: name of the group that it is an engine of; empty where it is on its own.
+        role: phase that it computes: hybrid, prefill or decode.
+        node: address of the node of a cluster that it runs on; empty where it was not placed.
+        feed_key: key by which the engine tells which prefixes it has cached; None: it does not.
     """
 
     name: ClassVar[str]
@@ -70,7 +78,24 @@ class EngineKind(BaseService):
     api_key: str | None = None
     metrics: ClassVar[Mapping[str, str]] = {}
     is_ours: ClassVar[bool] = False
+    is_group: ClassVar[bool] = False
+    group: str = ""
+    role: str = "hybrid"
+    node: str = ""
+    feed_key: bytes | None = None
     http: aiohttp.ClientSession  # the manager's; set before `start`
+
+    def attach(self, fleet: Any, name: str) -> None:
+        """Take what the engine needs of its `Fleet`, in which it has this name. Called before `start`."""
+        self.http = fleet.http
+
+    def ending(self) -> Ending:
+        """Return the event that ends the requests of the engine, after each start."""
+        return Ending()
+
+    async def reset(self) -> None:
+        """End what is left of an engine that has failed, before it is started again."""
+        await self.stop(0.0)
 
     @abstractmethod
     async def ended(self) -> str:
@@ -87,6 +112,10 @@ class EngineKind(BaseService):
     async def load(self) -> dict[str, float]:
         """Return figures of `metrics`: running, waiting, kv_use."""
         return await probe.load(self.http, self.url, self.metrics)
+
+    def model_folder(self) -> Path | None:
+        """Return where the tokenizer of its model is; None: not on this machine. Called in a thread, after the start."""
+        return None
 
     def describe(self) -> dict[str, Any]:
         """Return facts for `status` beside those that every engine has."""
@@ -112,6 +141,32 @@ async def forever() -> str:
     return ""
 
 
+class CachedPrompt(ABC):
+    """Cached beginnings of one prompt on all engines, as their events tell. `num_tokens`: of the prompt."""
+
+    num_tokens: int
+
+    @abstractmethod
+    def tokens_on(self, engine: str) -> int | None:
+        """Return how many of the first tokens an engine has cached; None: it does not tell."""
+
+    @abstractmethod
+    def longest(self, among: "Candidates") -> tuple[int, str, bool]:
+        """Return how many of the first tokens an engine has, of those with most of them the one with the least load, and
+        whether they are cached. The name is empty if no engine has any.
+
+        Tokens count from when a request with them goes to an engine, since its events come later; they are not cached then.
+        """
+
+    @abstractmethod
+    def sent(self, engine: str) -> None:
+        """The request goes to the engine. The fleet calls it, and `ended`."""
+
+    @abstractmethod
+    def ended(self, engine: str) -> None:
+        """The request has left the engine."""
+
+
 @dataclass(frozen=True, slots=True)
 class RouteRequest(pd.RouteRequest):
     """A request, as a router sees it. `num_tokens` is a guess from the length of the prompt.
@@ -121,12 +176,14 @@ class RouteRequest(pd.RouteRequest):
         path: of the API.
         service: the client's wishes: priority, tenant, deadline, targets.
         prompt: bytes of the prompt, in the order in which engines cache it.
+        cached: what engines have cached of it; None: the router does not ask, or the model's tokenizer is not known here.
     """
 
     model: str = ""
     path: str = "/v1/chat/completions"
     service: ServiceRequest = NOTHING_ASKED
     prompt: bytes = b""
+    cached: CachedPrompt | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +196,16 @@ class EngineView(pd.EngineView):
         num_running: requests that the gateway has sent there and that are not answered yet.
         num_waiting: requests that wait in the engine, as it last said.
         kv_use: share of its KV pool in use, as it last said; None: it does not say.
+        num_sent: requests that it was sent so far.
+        cached_tokens: of this request's prompt, as the engine's events tell; None: it does not tell, or `cached` is None.
     """
 
+    cached_tokens: int | None = None
     kind: str = ""
     device: str = ""
     num_waiting: int = 0
     kv_use: float | None = None
+    num_sent: int = 0
 
     @property
     def is_checked(self) -> bool:
@@ -152,9 +213,85 @@ class EngineView(pd.EngineView):
         return NO_REPORT not in self.capabilities.missing
 
     @property
-    def queue(self) -> tuple[int, float, str]:
-        """Orders engines by load; the name decides among equals."""
-        return self.num_running + self.num_waiting, self.kv_use or 0.0, self.engine_id
+    def queue(self) -> "Queue":
+        """Orders engines by load; among equals the one that was sent least comes first."""
+        return self.num_running + self.num_waiting, self.kv_use or 0.0, self.num_sent, self.engine_id
+
+
+Queue = tuple[int, float, int, str]  # requests there, share of the KV pool in use, requests sent so far, name
+
+
+class Candidates(Sequence[EngineView]):
+    """The engines that may take a request, in the order of their names. Views are made when they are asked for, and the engine
+    with the least load is known at once, however many there are.
+
+    Args:
+        engines: name -> engine.
+        view: makes the view of an engine.
+        queue: `EngineView.queue` of an engine. Call `note` after each change of it.
+    """
+
+    def __init__(self, engines: Mapping[str, Any], view: Callable[[Any], EngineView], queue: Callable[[Any], Queue]) -> None:
+        self._engines, self._view, self._queue = engines, view, queue
+        self.names = sorted(engines)
+        self._heap: list[Queue] = []  # has the queue of each engine, and some that were true before
+        self._sort()
+
+    def seen_by(self, view: Callable[[Any], EngineView]) -> "Candidates":
+        """Return the same engines, with another view of them."""
+        other = Candidates.__new__(Candidates)  # which `copy.copy` takes four times as long for
+        vars(other).update(vars(self), _view=view)
+        return other
+
+    @classmethod
+    def of(cls, engines: Sequence[EngineView]) -> "Candidates":
+        """Return the same engines."""
+        if isinstance(engines, cls):
+            return engines
+        return cls({one.engine_id: one for one in engines}, lambda one: one, lambda one: one.queue)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return [self.view(name) for name in self.names[place]]
+        return self.view(self.names[place])
+
+    def has(self, name: str) -> bool:
+        return name in self._engines
+
+    def view(self, name: str) -> EngineView:
+        return self._view(self._engines[name])
+
+    def queue(self, name: str) -> Queue:
+        """Return `EngineView.queue` of an engine, without its view."""
+        return self._queue(self._engines[name])
+
+    def note(self, name: str) -> None:
+        """The queue of an engine has changed."""
+        if name in self._engines:
+            heapq.heappush(self._heap, self._queue(self._engines[name]))
+            if len(self._heap) > 4 * len(self._engines) + 64:
+                self._sort()
+
+    def least(self) -> EngineView:
+        """Return the engine with the least load."""
+        return self.view(self.least_name())
+
+    def least_name(self) -> str:
+        """Return the name of the engine with the least load. A view of it takes longer."""
+        while self._queue(self._engines[self._heap[0][-1]]) != self._heap[0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][-1]
+
+    def without(self, names: Collection[str]) -> "Candidates":
+        left = {name: engine for name, engine in self._engines.items() if name not in names}
+        return Candidates(left, self._view, self._queue)
+
+    def _sort(self) -> None:
+        self._heap[:] = [self._queue(engine) for engine in self._engines.values()]
+        heapq.heapify(self._heap)
 
 
 class RouteChoice(NamedTuple):
@@ -169,13 +306,22 @@ class Router(ABC):
     """Chooses the engine of a request. It is called on the event loop of the gateway: one that waits holds up all requests.
 
     A router that raises, or names an engine that it was not offered, is replaced by `least-load`, with one line in the log.
+
+    Attributes:
+        reads_caches: whether it uses `RouteRequest.cached`. Engines tell what they have cached only then.
     """
 
     name: ClassVar[str]
+    reads_caches: ClassVar[bool] = False
 
     @abstractmethod
     def choose(self, request: RouteRequest, engines: Sequence[EngineView]) -> RouteChoice:
-        """`engines`: at least one; each serves the model and the path of the request."""
+        """Return the engine of a request.
+
+        Args:
+            engines: at least one; each serves the model and the path of the request. `Candidates.of(engines)` knows the one
+                with the least load without a look at all of them.
+        """
 
     def forget(self, engine: str) -> None:  # noqa: B027
         """The engine has ended, and all that it had cached with it."""

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from sagellm.comm_backend.config import RENDEZVOUS
@@ -12,7 +13,7 @@ from sagellm.core.errors import EngineError
 from sagellm.core.ports import free_ports
 from sagellm.pd.child import Child
 
-__all__ = ["HOST", "ChildEngine"]
+__all__ = ["ChildEngine", "needs"]
 
 logger = logging.getLogger("sagellm.control")
 
@@ -26,28 +27,48 @@ class ChildEngine(EngineKind):
     Attributes:
         announces: whether the process prints a JSON line when it is ready. Otherwise its /health is asked.
         ready_timeout_s: longest time to get ready.
+        is_local: whether it ignores `host` and `api_key`, so that a cluster has it on the manager's machine alone.
+        host: address that its server listens on.
+        num_cpus: processor cores that a cluster gives it; None: there is no cluster.
+        cores: that the process is kept on; empty: all.
     """
 
     is_ours = True
     announces = True
     ready_timeout_s = 600.0
+    is_local = True
+    host = HOST
+    num_cpus: int | None = None
+    cores: Sequence[int] = ()
     _child: Child | None = None
     _ending: "asyncio.Task[int] | None" = None
 
     @abstractmethod
     def command(self, port: int) -> list[str]:
-        """Return the command that serves on this port of the loopback."""
+        """Return the command that serves on this port of `host`."""
+
+    def variables(self) -> dict[str, str]:
+        """Return variables for the environment of the process."""
+        return {}
+
+    def resources(self) -> dict[str, float]:
+        """Return what it needs of one node of a Ray cluster: resource -> amount."""
+        return {"CPU": 1}
 
     def on_ready(self, line: dict[str, Any]) -> None:
         """Take facts of the readiness line."""
 
+    def take_port(self) -> int:
+        """Return a port that is free now."""
+        return free_ports(1, self.host)[0]
+
     async def start(self) -> None:
-        port = free_ports(1, HOST)[0]
-        self.url = f"http://{HOST}:{port}"
+        port = self.take_port()
+        self.url = f"http://[{self.host}]:{port}" if ":" in self.host else f"http://{self.host}:{port}"
         command = self.command(port)
         # The workers of each engine meet at an address of their own, also where the manager was started with one.
-        env = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS}
-        self._child = Child(f"{self.name}-{port}", command, env=env, say=logger.info)
+        env = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS} | self.variables()
+        self._child = Child(f"{self.name}-{port}", command, cores=self.cores, env=env, say=logger.info)
         await self._child.start()
         self._ending = asyncio.create_task(self._child.wait())
         ready = asyncio.create_task(self._ready())
@@ -94,3 +115,9 @@ class ChildEngine(EngineKind):
         return {"pid": self._child.pid if self._child is not None else None}
 
 
+def needs(threads: int, device: str = "", num_workers: int = 1) -> dict[str, float]:
+    """Return the resources of so many workers: cores of each, and a device of each where that is no processor."""
+    found: dict[str, float] = {"CPU": threads * num_workers}
+    if device not in ("", "auto", "cpu"):
+        found["GPU" if device == "cuda" else device] = num_workers
+    return found

@@ -59,7 +59,8 @@ class UnifiedInferenceClient:
             model: name of the model. A manager that is started here serves this one: a name, folder, .gguf file or hub id.
             api_key: key of the gateway; None: that of SAGELLM_API_KEY.
             config: file of the manager that is started here, as `sagellm up` takes it.
-            settings: settings of the engine that is started here, by the names of `SageConfig`.
+            settings: settings of the engine that is started here, by the names of `SageConfig`. With `place="manager"` it
+                runs in this process too.
 
         Raises:
             ConfigError: several models are served and none is named, or the model is not served.

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from sagellm.core.config import Model
+from sagellm.core.config import ROLES, Model
 from sagellm.core.ports import SagePorts
 
 __all__ = ["ApiKey", "ManagerConfig", "ScalingConfig"]
@@ -56,11 +56,15 @@ class ManagerConfig(Model):
         api_key: keys, each as a text or with its limit. Without any the gateway is open.
         max_running_per_key: limit of keys that have none of their own.
         router, router_options: a name of `sagellm list router`, or module:Class.
+        ray_address: host:port of the head of a Ray cluster, or auto. Engines that are processes run on its nodes.
         wait_s: longest time that a request waits for an engine.
         check_interval_s: seconds between two health checks of an engine.
         record: file for decisions and ends of requests, as JSON lines.
-        engines: name -> `kind`, a name of `sagellm list engine-kind`, and the options of the kind.
+        engines: name -> `kind`, a name of `sagellm list engine-kind`, and the options of the kind. With `ray_address` also
+            `resources`: what the engine needs of one node, such as {CPU: 4, GPU: 1}. The kind `sagellm` also has `place`:
+            process, or manager for an engine in the manager's own process.
         scaling: name of one of the engines -> how many engines like it there are. They get names such as NAME-2.
+            NAME-prefill, NAME-decode and NAME-hybrid are the engines of one role of the group NAME.
     """
 
     host: str = Field("127.0.0.1", min_length=1)
@@ -69,6 +73,7 @@ class ManagerConfig(Model):
     max_running_per_key: int | None = Field(None, ge=1)
     router: str = Field("least-load", min_length=1)
     router_options: dict[str, Any] = Field(default_factory=dict)
+    ray_address: str | None = Field(None, min_length=1)
     wait_s: float = Field(30.0, ge=0, le=3600)
     check_interval_s: float = Field(1.0, ge=0.05, le=600)
     drain_timeout_s: float = Field(10.0, ge=0, le=3600)
@@ -86,7 +91,8 @@ class ManagerConfig(Model):
     @model_validator(mode="after")
     def _pools(self) -> "ManagerConfig":
         for name in self.scaling:
-            if name not in self.engines:
+            group, _, role = name.rpartition("-")
+            if name not in self.engines and not (group in self.engines and role in ROLES):
                 known = ", ".join(self.engines) or "none"
                 raise ValueError(f"scaling names {name!r}, which is no engine of this file; engines are {known}")
         return self

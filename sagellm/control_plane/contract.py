@@ -1,20 +1,37 @@
 """Contracts of the control plane: `sagellm check engine-kind NAME`, `check router NAME` and `check scaling NAME`."""
 
 import asyncio
+import contextlib
 import json
 import random
-from collections.abc import Callable
+import secrets
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
 
-from sagellm.control_plane.base import EngineKind, EngineView, PoolView, Router, RouteRequest, ScalingPolicy
-from sagellm.control_plane.fleet import check_choice
+from sagellm.control_plane.base import (
+    CachedPrompt,
+    Candidates,
+    EngineKind,
+    EngineView,
+    PoolView,
+    Router,
+    RouteRequest,
+    ScalingPolicy,
+)
+from sagellm.control_plane.child_engine import HOST
+from sagellm.control_plane.config import ManagerConfig
+from sagellm.control_plane.fleet import Fleet, check_choice
+from sagellm.control_plane.gateway import Gateway
+from sagellm.control_plane.metrics import GatewayMetrics
 from sagellm.control_plane.probe import ROUTES, key_header
 from sagellm.control_plane.relay import as_openai
+from sagellm.control_plane.routers.least_load import LeastLoad
 from sagellm.control_plane.scaling import check_decision
 from sagellm.core.contract import Broke, Played, Report, Scenario, Suite
 from sagellm.core.errors import SageError
+from sagellm.core.ports import listen
 from sagellm.core.tasks import within
 
 __all__ = ["ENGINE_SUITE", "ROUTER_SUITE", "SCALING_SUITE"]
@@ -45,6 +62,28 @@ ENGINE_RULES = {
 NUM_REQUESTS = 200
 START_S, STOP_S = 600.0, 60.0
 LIVE_S = 0.5
+CHECKED = "checked"  # name of the engine
+
+
+class _Told(CachedPrompt):
+    """`tokens`: that engines have cached; the others do not tell."""
+
+    def __init__(self, num_tokens: int, tokens: dict[str, int]) -> None:
+        self.num_tokens, self._tokens = num_tokens, tokens
+
+    def tokens_on(self, engine: str) -> int | None:
+        return self._tokens.get(engine)
+
+    def longest(self, among: Candidates) -> tuple[int, str, bool]:
+        best = max(among.names, key=lambda name: self._tokens.get(name, 0))
+        num = self._tokens.get(best, 0)
+        return num, best if num else "", num > 0
+
+    def sent(self, engine: str) -> None:
+        """Count nothing: the contract sends nothing."""
+
+    def ended(self, engine: str) -> None:
+        """As `sent`."""
 
 
 def requests(make: Callable[..., Router], seed: int, report: Report) -> Played:
@@ -56,14 +95,18 @@ def requests(make: Callable[..., Router], seed: int, report: Report) -> Played:
     prompts = [chance.randbytes(chance.choice((0, 10, 500, 3000))) for _ in range(8)]
     for _ in range(NUM_REQUESTS):
         prompt = chance.choice(prompts) + chance.randbytes(chance.choice((0, 100)))
+        names = chance.sample(("a", "b", "c", "d", "e"), chance.randint(1, 5))
+        num_tokens, told = len(prompt) // 4 + 1, None
+        if chance.random() < 0.5:
+            told = _Told(num_tokens, {name: chance.randint(0, num_tokens) for name in names if chance.random() < 0.7})
         request = RouteRequest(
-            len(prompt) // 4 + 1, chance.choice((None, 1, 256)), model="m", path=chance.choice(ROUTES), prompt=prompt,
+            num_tokens, chance.choice((None, 1, 256)), model="m", path=chance.choice(ROUTES), prompt=prompt, cached=told,
             attempt=chance.randint(1, 2),
         )  # fmt: skip
-        names = chance.sample(("a", "b", "c", "d", "e"), chance.randint(1, 5))
         engines = [
             EngineView(
-                name, "hybrid", num_running=chance.choice((0, 1, 40)), num_waiting=chance.choice((0, 0, 9)),
+                name, "hybrid", None if told is None else told.tokens_on(name),
+                num_running=chance.choice((0, 1, 40)), num_waiting=chance.choice((0, 0, 9)),
                 kv_use=chance.choice((None, 0.0, 0.9)), kind=chance.choice(("sagellm", "vllm")),
                 device=chance.choice(("", "cpu", "cuda", "ascend")),
             )
@@ -77,7 +120,7 @@ def requests(make: Callable[..., Router], seed: int, report: Report) -> Played:
             report("raises_nothing", f"it raised {type(error).__name__}: {error}.")
             raise Broke from error
         try:
-            check_choice(choice, engines)
+            check_choice(choice, Candidates.of(engines))
         except SageError as error:
             report("answers", str(error))
             raise Broke from error
@@ -145,24 +188,50 @@ def life(make: Callable[..., EngineKind], seed: int, report: Report) -> Played:
 
 
 async def _life(engine: EngineKind, report: Report, seen: set[str]) -> None:
-    async with aiohttp.ClientSession() as http:
-        engine.http = http
+    async with _host() as gateway:
+        fleet = gateway.fleet
+        engine.attach(fleet, CHECKED)
+        # A group is an engine of a fleet; its requests come through the gateway.
+        start = (lambda: fleet.register(CHECKED, engine)) if engine.is_group else engine.start
         try:
-            await within(engine.start(), START_S)
-            await _ask(engine, report, seen)
-            await within(engine.stop(), STOP_S)
+            await within(start(), START_S)
+            await _ask(engine, fleet.url if engine.is_group else engine.url, report, seen)
+            await within(_stopped(engine, fleet), STOP_S)
             seen.add("stops")
             if engine.is_ours and not await engine.health():
                 report("stops", f"{engine.url} answers after `stop`.")
-            await within(engine.start(), START_S)
+            await within(start(), START_S)
             seen.add("again")
             if why := await engine.health():
                 report("again", why)
         finally:
-            await within(engine.stop(), STOP_S)
+            await within(_stopped(engine, fleet), STOP_S)
 
 
-async def _ask(engine: EngineKind, report: Report, seen: set[str]) -> None:
+async def _stopped(engine: EngineKind, fleet: Fleet) -> None:
+    if CHECKED in fleet.engines:
+        await fleet.unregister(CHECKED)
+    else:
+        await engine.stop()
+
+
+@contextlib.asynccontextmanager
+async def _host() -> AsyncIterator[Gateway]:
+    """A fleet without engines, and its gateway on a free port."""
+    listener = listen(HOST, 0)
+    fleet = Fleet(LeastLoad(), GatewayMetrics())
+    fleet.url = f"http://{HOST}:{listener.getsockname()[1]}"
+    gateway = Gateway(fleet, ManagerConfig(), listener, secrets.token_hex(16))
+    await fleet.start()
+    await gateway.start()
+    try:
+        yield gateway
+    finally:
+        await gateway.stop(0.0)
+        await fleet.stop()
+
+
+async def _ask(engine: EngineKind, url: str, report: Report, seen: set[str]) -> None:
     seen |= {"serves", "healthy"}
     facts = await engine.facts()
     if engine.model is not None and engine.model not in facts.models:
@@ -177,10 +246,10 @@ async def _ask(engine: EngineKind, report: Report, seen: set[str]) -> None:
             if prompt is None:  # embeddings are no stream
                 continue
             seen |= {"streams", "errors"}
-            status, said = await _post(engine, path, {"model": model, "max_tokens": 4, "stream": True} | prompt)
+            status, said = await _post(engine, url + path, {"model": model, "max_tokens": 4, "stream": True} | prompt)
             if status != 200 or b"data: [DONE]" not in said:
                 report("streams", f"{path} answers {status}: {said[-200:]!r}.")
-            status, said = await _post(engine, path, {"model": model})
+            status, said = await _post(engine, url + path, {"model": model})
             if not 400 <= status < 500:
                 report("errors", f"{path} without a prompt answers {status}: {said[:200]!r}.")
             elif not json.loads(as_openai(status, said, "")[1])["error"]["message"]:
@@ -194,8 +263,8 @@ async def _ask(engine: EngineKind, report: Report, seen: set[str]) -> None:
         await asyncio.gather(ended, return_exceptions=True)
 
 
-async def _post(engine: EngineKind, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
-    async with engine.http.post(engine.url + path, json=body, headers=key_header(engine.api_key)) as answer:
+async def _post(engine: EngineKind, url: str, body: dict[str, Any]) -> tuple[int, bytes]:
+    async with engine.http.post(url, json=body, headers=key_header(engine.api_key)) as answer:
         return answer.status, await answer.read()
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from socket import socket
 from typing import Any
@@ -17,13 +18,14 @@ from sagellm.control_plane.base import BaseService
 from sagellm.control_plane.config import ManagerConfig
 from sagellm.control_plane.fleet import Fleet
 from sagellm.control_plane.found import CONTROL_HEADER
+from sagellm.control_plane.joining import NODES, STATUS, Joining
+from sagellm.control_plane.lines import RequestLines
 from sagellm.control_plane.probe import ROUTES
-from sagellm.control_plane.registry import make_engine
+from sagellm.control_plane.ray_engine import made_engine
 from sagellm.control_plane.relay import GatewayResponse
-from sagellm.core.errors import ConfigError, SageError
+from sagellm.core.errors import ConfigError, PeerError, SageError
 from sagellm.core.tasks import within
 from sagellm.pd.bodies import error_body
-from sagellm.pd.proxy_metrics import RequestLines
 
 __all__ = ["Gateway"]
 
@@ -37,17 +39,19 @@ class Gateway(BaseService):
     Args:
         listener: where it listens; closed at the end.
         control_key: who sends it may start and stop engines.
+        lines: the record; None: the log alone.
     """
 
     def __init__(
         self, fleet: Fleet, config: ManagerConfig, listener: socket, control_key: str, lines: RequestLines | None = None
     ) -> None:  # fmt: skip
-        self.fleet, self.config, self.lines = fleet, config, lines
+        self.fleet, self.config, self.lines = fleet, config, lines or RequestLines()
         self.is_closing = False
-        self.num_running = 0
+        self.num_running = self.num_begun = 0
         self._limits = config.limits()
         self._running = dict.fromkeys(self._limits, 0)
         self._listener, self._control_key = listener, control_key
+        self._joining = Joining(fleet)
         self._pages = Starlette(routes=[
             Route("/health", self._health), Route("/metrics", self._metrics), Route("/ui", self._ui),
             Route("/v1/models", self._guarded(self._models)),
@@ -55,6 +59,8 @@ class Gateway(BaseService):
             Route("/control/engines", self._owned(self._register), methods=["POST"]),
             Route("/control/engines/{name}", self._owned(self._unregister), methods=["DELETE"]),
             Route("/control/engines/{name}/drain", self._owned(self._drain), methods=["POST"]),
+            Route(STATUS, self._for_group(self._joining.status)), Route(NODES, self._for_group(self._joining.nodes)),
+            *self._joining.routes(),
         ])  # fmt: skip
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task | None = None
@@ -92,12 +98,14 @@ class Gateway(BaseService):
     async def health(self) -> str:
         return await self.fleet.health()
 
-    def begin(self, key: str | None) -> None:
-        """A request of the key begins; `GatewayResponse` calls it, and `end`."""
+    def begin(self, key: str | None) -> int:
+        """A request of the key begins; `GatewayResponse` calls it, and `end`. Returns its number."""
         self.num_running += 1
+        self.num_begun += 1
         self.fleet.metrics.running.inc()
         if key is not None:
             self._running[key] += 1
+        return self.num_begun
 
     def end(self, key: str | None) -> None:
         self.num_running -= 1
@@ -173,6 +181,20 @@ class Gateway(BaseService):
     async def _status(self, request: Request) -> Response:
         return JSONResponse(self.fleet.status() | {"running": self.num_running, "decisions": list(self.fleet.decisions)[::-1]})
 
+    def _for_group(self, answer: Callable[[], Any]) -> Any:
+        """For who has an API key, if there are keys, or the key of a group."""
+
+        async def checked(request: Request) -> Response:
+            _, refusal = self._check_key(request.headers.get("authorization", ""))
+            if refusal is not None:
+                try:
+                    await self._joining.signer(request)
+                except PeerError:
+                    return refusal
+            return JSONResponse(answer())
+
+        return checked
+
     async def _register(self, request: Request) -> Response:
         try:
             wanted = await request.json()
@@ -181,7 +203,8 @@ class Gateway(BaseService):
             raise ConfigError('the body must be {"name": ..., "kind": ..., "options": {...}}.') from None
         if not (isinstance(name, str) and isinstance(kind, str) and isinstance(options, dict)):
             raise ConfigError("name and kind are texts, and options an object.")
-        engine = await asyncio.shield(self.fleet.register(name, make_engine(kind, **options)))
+        made = made_engine(kind, options, self.config.ray_address)
+        engine = await asyncio.shield(self.fleet.register(name, made))
         return JSONResponse(engine.status(), 201)
 
     async def _unregister(self, request: Request) -> Response:

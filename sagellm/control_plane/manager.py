@@ -21,14 +21,15 @@ from sagellm.control_plane.config import ManagerConfig
 from sagellm.control_plane.fleet import Fleet
 from sagellm.control_plane.found import run_folder
 from sagellm.control_plane.gateway import Gateway
+from sagellm.control_plane.lines import RequestLines
 from sagellm.control_plane.metrics import GatewayMetrics
-from sagellm.control_plane.registry import make_engine, make_router
+from sagellm.control_plane.ray_engine import join_cluster, leave_cluster, made_engine, placed
+from sagellm.control_plane.registry import make_router
 from sagellm.control_plane.scaler import PoolScaler
 from sagellm.core.config import read_model
 from sagellm.core.errors import ConfigError, EngineError
 from sagellm.core.ports import listen
 from sagellm.core.tasks import end_tasks
-from sagellm.pd.proxy_metrics import RequestLines
 
 __all__ = ["ControlPlaneManager"]
 
@@ -65,26 +66,30 @@ class ControlPlaneManager:
         self._fleet: Fleet
         self._gateway: Gateway
         self._lines: RequestLines | None = None
+        self._has_joined = False  # the Ray cluster
 
     def start(self) -> "ControlPlaneManager":
         """Open the gateway, and start the engines of the configuration side by side.
 
         Raises:
-            ConfigError: the port is in use, an invalid setting, or an engine that is not what it should be.
+            ConfigError: the port is in use, no Ray cluster answers, an invalid setting, or an engine that is not what it
+                should be.
             EngineError: an engine cannot start. Nothing is left running.
         """
         if self._loop is not None:
             raise ConfigError("the manager is started already.")
         begun = time.monotonic()
-        pools = self._pools()
+        kinds = {name: self._made(name, spec) for name, spec in self.config.engines.items() if name not in self.config.scaling}
+        pools = self._pools(kinds)
         engines = [
-            each for name, spec in self.config.engines.items()
-            for each in (pools[name].engines() if name in pools else [(name, self._made(name, spec))])
+            each for name in self.config.engines
+            for each in (pools[name].engines() if name in pools else [(name, kinds[name])])
         ]  # fmt: skip
         router = make_router(self.config.router, **self.config.router_options)
         listener = listen(self.config.host, self.config.port)
         try:
-            self._lines = RequestLines(self.config.record) if self.config.record is not None else None
+            self._has_joined = self.config.ray_address is not None and join_cluster(self.config.ray_address)
+            self._lines = RequestLines(self.config.record)
             host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
             self.url = f"http://{host}:{listener.getsockname()[1]}"
             if self._publish:
@@ -97,6 +102,7 @@ class ControlPlaneManager:
             async def start() -> None:
                 metrics = GatewayMetrics()
                 self._fleet = Fleet(router, metrics, self.config.check_interval_s)
+                self._fleet.url = self.url
                 self._gateway = Gateway(self._fleet, self.config, listener, self.control_key, self._lines)
                 await self._fleet.start()
                 await self._gateway.start()
@@ -105,7 +111,8 @@ class ControlPlaneManager:
             self.start_s = time.monotonic() - begun
             self._fleet.start_s = self.start_s
             self._fleet.metrics.start_s.set(self.start_s)
-            self._run(self._register_all(engines))
+            self._run(self._fleet.register_all(engines))
+            self._fleet.is_started = True
             self._run(self._scale(list(pools.values())))
         except BaseException:
             self.stop()
@@ -136,6 +143,9 @@ class ControlPlaneManager:
             atexit.unregister(self.stop)
             self.stop_s = time.monotonic() - begun
             logger.info("the manager has stopped within %.2f s", self.stop_s)
+        if self._has_joined:
+            leave_cluster()
+            self._has_joined = False
         if self._lines is not None:
             self._lines.close()
         if self._file is not None:
@@ -152,7 +162,8 @@ class ControlPlaneManager:
             ConfigError: the name is taken, an unknown kind or option, a server that is not what it should be.
             EngineError: it cannot start, or cannot be reached.
         """
-        made = make_engine(engine, **options) if isinstance(engine, str) else engine
+        ray_address = self.config.ray_address
+        made = made_engine(engine, options, ray_address) if isinstance(engine, str) else placed(engine, ray_address)
         return self._run(self._fleet_of().register(name, made)).status()
 
     def unregister_engine(self, name: str, drain_s: float | None = None) -> None:
@@ -206,16 +217,26 @@ class ControlPlaneManager:
         if not isinstance(kind, str):
             raise ConfigError(f"engine {name}: kind is {kind!r}; give a name of `sagellm list engine-kind`.")
         try:
-            return make_engine(kind, **spec)
+            return made_engine(kind, spec, self.config.ray_address)
         except ConfigError as error:
             raise ConfigError(f"engine {name}: {error}") from error
 
-    def _pools(self) -> dict[str, PoolScaler]:
-        """Raises ConfigError: another engine has a name that a pool gives."""
-        pools = {
-            name: PoolScaler(name, functools.partial(self._made, name, self.config.engines[name]), config)
-            for name, config in self.config.scaling.items()
-        }
+    def _pools(self, kinds: dict[str, EngineKind]) -> dict[str, PoolScaler]:
+        """Raises ConfigError: another engine has a name that a pool gives, or a pool is of a role and its engine no group."""
+        pools = {}
+        for name, config in self.config.scaling.items():
+            if name in self.config.engines:
+                pools[name] = PoolScaler(name, functools.partial(self._made, name, self.config.engines[name]), config)
+                continue
+            engine, _, role = name.rpartition("-")
+            group: Any = kinds.get(engine)
+            if group is None or not group.is_group:
+                raise ConfigError(
+                    f"scaling.{name}: {engine} is no engine of the kind group, or is scaled as a whole; name an engine, or "
+                    "the role of a group."
+                )
+            names = [f"{name}-{number}" for number in range(1, group.numbers[role] + 1)]
+            pools[name] = PoolScaler(name, functools.partial(group.member, role), config, names, role)
         names = [name for name in self.config.engines if name not in pools]
         names += [name for pool in pools.values() for name in pool.names]
         if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -226,17 +247,6 @@ class ControlPlaneManager:
         for pool in pools:
             pool.attach(self._fleet, self._lines)
             await pool.start()
-
-    async def _register_all(self, engines: list[tuple[str, EngineKind]]) -> None:
-        tasks = [asyncio.create_task(self._fleet.register(name, kind)) for name, kind in engines]
-        if not tasks:
-            return
-        done, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        for task in done:
-            task.result()
 
     def _fleet_of(self) -> Fleet:
         if self._loop is None:

@@ -80,31 +80,26 @@ async def facts(http: aiohttp.ClientSession, url: str, key: str | None) -> Engin
         EngineError: it does not answer.
         ConfigError: it is no OpenAI server, or does not take the key.
     """
+    status, said = await _ask(http, "GET", url, "/v1/models", key)
+    if status in (401, 403):
+        raise ConfigError(f"{url} does not take the key ({status}); give the engine's api_key.")
     try:
-        status, said = await _ask(http, "GET", url + "/v1/models", key)
+        models = tuple(dict.fromkeys(str(each["id"]) for each in json.loads(said)["data"]))
+    except (ValueError, TypeError, KeyError):
+        raise ConfigError(f"{url} is no OpenAI server: /v1/models answers {status}, {said[:100]!r}.") from None
+    if status != 200 or not models:
+        raise ConfigError(f"{url} is no OpenAI server: /v1/models answers {status} and names no model.")
+    routes = []
+    for path in ROUTES:
+        status, _ = await _ask(http, "POST", url, path, key, {})  # a body that every server rejects
         if status in (401, 403):
             raise ConfigError(f"{url} does not take the key ({status}); give the engine's api_key.")
-        try:
-            models = tuple(dict.fromkeys(str(each["id"]) for each in json.loads(said)["data"]))
-        except (ValueError, TypeError, KeyError):
-            raise ConfigError(f"{url} is no OpenAI server: /v1/models answers {status}, {said[:100]!r}.") from None
-        if status != 200 or not models:
-            raise ConfigError(f"{url} is no OpenAI server: /v1/models answers {status} and names no model.")
-        routes = []
-        for path in ROUTES:
-            status, _ = await _ask(http, "POST", url + path, key, {})  # a body that every server rejects
-            if status in (401, 403):
-                raise ConfigError(f"{url} does not take the key ({status}); give the engine's api_key.")
-            if status not in NO_ROUTE:
-                routes.append(path)
-        if not routes:
-            raise ConfigError(f"{url} is no OpenAI server: it has none of {', '.join(ROUTES)}.")
-        device, capabilities = await _abilities(http, url, key)
-        return EngineFacts(models, tuple(routes), await _tokens(http, url, key, models[0]), device, capabilities)
-    except asyncio.TimeoutError:
-        raise EngineError(f"{url} does not answer within {TIMEOUT.total:g} s.") from None
-    except (aiohttp.ClientError, OSError) as error:
-        raise EngineError(f"{url} cannot be reached: {_reason(error)}.") from None
+        if status not in NO_ROUTE:
+            routes.append(path)
+    if not routes:
+        raise ConfigError(f"{url} is no OpenAI server: it has none of {', '.join(ROUTES)}.")
+    device, capabilities = await abilities(http, url, key)
+    return EngineFacts(models, tuple(routes), await tokens(http, url, key, models[0]), device, capabilities)
 
 
 async def load(http: aiohttp.ClientSession, url: str, names: Mapping[str, str]) -> dict[str, float]:
@@ -120,9 +115,9 @@ async def load(http: aiohttp.ClientSession, url: str, names: Mapping[str, str]) 
     return found
 
 
-async def _abilities(http: aiohttp.ClientSession, url: str, key: str | None) -> tuple[str, dict[str, Any]]:
+async def abilities(http: aiohttp.ClientSession, url: str, key: str | None) -> tuple[str, dict[str, Any]]:
     """Device and capabilities, of a server of this project."""
-    status, said = await _ask(http, "GET", url + INFO, key)
+    status, said = await _ask(http, "GET", url, INFO, key)
     with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
         if status == 200:
             found = json.loads(said)
@@ -130,10 +125,10 @@ async def _abilities(http: aiohttp.ClientSession, url: str, key: str | None) -> 
     return "", {}
 
 
-async def _tokens(http: aiohttp.ClientSession, url: str, key: str | None, model: str) -> tuple[int, ...] | None:
+async def tokens(http: aiohttp.ClientSession, url: str, key: str | None, model: str) -> tuple[int, ...] | None:
     for path, body, name in TOKENIZERS:
         named = {} if path.startswith("/v1/") else {"model": model}  # LMDeploy's takes no model
-        status, said = await _ask(http, "POST", url + path, key, body | named)
+        status, said = await _ask(http, "POST", url, path, key, body | named)
         if status == 200:
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 return tuple(map(int, json.loads(said)[name]))
@@ -141,10 +136,16 @@ async def _tokens(http: aiohttp.ClientSession, url: str, key: str | None, model:
 
 
 async def _ask(
-    http: aiohttp.ClientSession, method: str, url: str, key: str | None, body: Any = None
+    http: aiohttp.ClientSession, method: str, url: str, path: str, key: str | None, body: Any = None
 ) -> tuple[int, str]:  # fmt: skip
-    async with http.request(method, url, json=body, headers=key_header(key), timeout=TIMEOUT) as answer:
-        return answer.status, await answer.text(errors="replace")
+    """Raises EngineError: it does not answer."""
+    try:
+        async with http.request(method, url + path, json=body, headers=key_header(key), timeout=TIMEOUT) as answer:
+            return answer.status, await answer.text(errors="replace")
+    except asyncio.TimeoutError:
+        raise EngineError(f"{url} does not answer within {TIMEOUT.total:g} s.") from None
+    except (aiohttp.ClientError, OSError) as error:
+        raise EngineError(f"{url} cannot be reached: {_reason(error)}.") from None
 
 
 def key_header(key: str | None) -> dict[str, str]:

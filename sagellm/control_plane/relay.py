@@ -4,13 +4,15 @@ import contextlib
 import json
 import logging
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
 
-from sagellm.control_plane.base import RouteRequest
+from sagellm.control_plane.base import Candidates, RouteRequest
 from sagellm.control_plane.engine import ManagedEngine
+from sagellm.control_plane.group import ManagedGroup
 from sagellm.control_plane.probe import key_header
 from sagellm.core.service import NOTHING_ASKED, ServiceRequest
 from sagellm.pd.answers import Answer, Failed, ProxiedResponse, relay_answer, send_whole, unless_hanging
@@ -37,24 +39,25 @@ class GatewayResponse(ProxiedResponse):
     def __init__(self, gateway: Any, path: str, key: str | None) -> None:
         super().__init__()
         self._gateway, self._fleet, self._path, self._key = gateway, gateway.fleet, path, key
-        self._engine = "none"
+        self._engine, self._kind = "none", ""
         self._attempts = 0
         self._waited_s = 0.0
-        gateway.begin(key)
+        self._tokens: dict[str, list[list[int]] | None] = {}  # of the prompts, by the group that has cut them
+        self._number = gateway.begin(key)
 
     def ended(self, outcome: str) -> None:
         self._gateway.end(self._key)
         self._fleet.metrics.requests.labels(self._engine, outcome).inc()
-        if self._gateway.lines is not None:
-            self._gateway.lines.write(
-                "end", path=self._path, engine=self._engine, outcome=outcome, attempts=self._attempts,
-                first_byte_s=self.first_byte_s, seconds=round(time.monotonic() - self.arrived, 6),
-            )  # fmt: skip
+        self._gateway.lines.write(
+            "end", request=self._number, path=self._path, engine=self._engine, outcome=outcome, attempts=self._attempts,
+            first_byte_s=self.first_byte_s, seconds=round(time.monotonic() - self.arrived, 6),
+        )  # fmt: skip
 
     async def serve(self, body: Body, scope: dict, send: Any) -> str:
         headers = relayed_headers(scope["headers"])
-        headers.pop("authorization", None)
         request = self._route_request(body)
+        if self._fleet.prefixes is not None and len(self._fleet.candidates(body.model, self._path)) > 1:
+            request = replace(request, cached=await self._fleet.prefixes.prompt(self._path, body))
         failed: set[str] = set()
         last: Failed | None = None
         while self._attempts < MAX_ATTEMPTS:
@@ -67,17 +70,18 @@ class GatewayResponse(ProxiedResponse):
             self._attempts += 1
             request = replace(request, attempt=self._attempts) if self._attempts > 1 else request
             engine = self._fleet.choose(request, found)
-            self._engine = engine.name
-            engine.num_chosen += self._attempts == 1
-            if self._gateway.lines is not None:
-                self._gateway.lines.write("route", **self._fleet.decisions[-1])
+            self._engine, self._kind = engine.name, ""
+            if not isinstance(engine, ManagedGroup) or len(found) > 1:  # a group alone leaves no choice
+                self._write_route(self._fleet.decisions[-1])
             try:
-                return await self._attempt(engine, body, headers, send)
+                return await self._attempt(engine, request, body, headers, failed, send)
             except Failed as error:
                 last = error
-                failed.add(engine.name)
-                engine.num_failed += 1
-                logger.warning("attempt %d: engine %s failed: %s", self._attempts, engine.name, error)
+                failed.add(self._engine)
+                self._fleet.metrics.failures.labels(self._engine, error.cause).inc()
+                for one in {engine, self._fleet.engines.get(self._engine, engine)}:
+                    one.num_failed += 1
+                logger.warning("attempt %d: engine %s failed: %s", self._attempts, self._engine, error)
                 if self._attempts < MAX_ATTEMPTS:
                     self._fleet.metrics.retries.labels(error.cause).inc()
         assert last is not None
@@ -88,35 +92,75 @@ class GatewayResponse(ProxiedResponse):
             await send_whole(send, 502, error_body(words, 502))
         return "failed"
 
-    async def _attempt(self, engine: ManagedEngine, body: Body, headers: dict[str, str], send: Any) -> str:
+    async def _attempt(
+        self, engine: ManagedEngine, request: RouteRequest, body: Body, headers: dict[str, str], failed: set[str], send: Any
+    ) -> str:
         """Raises Failed."""
+        if not isinstance(engine, ManagedGroup):
+            given = {name: value for name, value in headers.items() if name != "authorization"}  # that key is the gateway's
+            own = given | key_header(engine.kind.api_key)
+            posting = self._fleet.http.post(engine.kind.url + self._path, data=body.content, headers=own)
+            with self._counted(engine, request):
+                return await self._answer(engine, posting, body, send, lambda: None)
+        if engine.name not in self._tokens:
+            self._tokens[engine.name] = await engine.tokens(self._path, body)
+        async with engine.attempt(request, body, headers, self._tokens[engine.name], failed) as (engines, sending, line):
+            self._write_route(line)
+            *first, second = engines
+            self._engine, self._kind = second.name, line["kind"]
+            with contextlib.ExitStack() as prompt, self._counted(engine, request), self._counted(second, request):
+                for one in first:
+                    prompt.enter_context(self._counted(one, request))
 
-        def on_first() -> None:
+                def on_first() -> None:
+                    sending.note_first_byte()
+                    prompt.close()  # the keys and values are fetched
+
+                outcome = await self._answer(second, sending.post(), body, send, on_first)
+                sending.is_served = outcome == "served"
+            if sending.is_served:
+                engine.num_served += 1
+            return outcome
+
+    @contextlib.contextmanager
+    def _counted(self, engine: ManagedEngine, request: RouteRequest) -> Iterator[None]:
+        """The request runs on the engine."""
+        engine.num_chosen += self._attempts == 1
+        self._fleet.note_begin(engine, request)
+        try:
+            yield
+        finally:
+            self._fleet.note_end(engine, request)
+
+    async def _answer(
+        self, engine: ManagedEngine, posting: Any, body: Body, send: Any, on_first: Callable[[], None]
+    ) -> str:
+        """Pass the answer of an engine on, and return the outcome. Raises Failed."""
+
+        def first() -> None:
+            on_first()
             self.note_first_byte()
-            self._fleet.metrics.first_byte.observe(self.first_byte_s)
+            self._fleet.metrics.first_byte.labels(self._kind).observe(self.first_byte_s)
 
         hangs = engine.hangs
-        own = headers | key_header(engine.kind.api_key)
-        posting = self._fleet.http.post(engine.kind.url + self._path, data=body.content, headers=own)
-        engine.num_running += 1
-        try:
-            outcome, words = await unless_hanging(
-                hangs,
-                relay_answer(
-                    posting, body.stream, send, who=f"engine {engine.name}", hangs=hangs, on_first=on_first, reworded=as_openai
-                ),
-            )
-        finally:
-            engine.num_running -= 1
-            self._fleet.note_end(engine)
+        outcome, words = await unless_hanging(
+            hangs,
+            relay_answer(
+                posting, body.stream, send, who=f"engine {engine.name}", hangs=hangs, on_first=first, reworded=as_openai
+            ),
+        )
         if words:
             engine.num_failed += 1
+            self._fleet.metrics.failures.labels(engine.name, "mid-stream").inc()
             logger.warning("engine %s failed in the middle of an answer: %s", engine.name, words)
         elif outcome == "served":
             engine.num_served += 1
         return outcome
 
-    async def _candidates(self, model: str | None, failed: set[str]) -> list[ManagedEngine] | tuple[int, str]:
+    def _write_route(self, decision: dict[str, Any]) -> None:
+        self._gateway.lines.write("route", **{"request": self._number} | decision)
+
+    async def _candidates(self, model: str | None, failed: set[str]) -> Candidates | tuple[int, str]:
         """Engines that may serve the request and have not failed with it; or, where none comes, a status and the reason.
 
         However many engines fail one after the other, a request waits without any no longer than `wait_s` in all.
@@ -128,19 +172,24 @@ class GatewayResponse(ProxiedResponse):
             found = fleet.candidates(model, self._path)
             if model is None and (refusal := self._refusal(model)):
                 return refusal
-            if fresh := [one for one in found if one.name not in failed]:
+            if fresh := found.without(self._spent(model, failed)) if failed else found:
                 return fresh
             if refusal := self._refusal(model):
                 return refusal
             if found and backoff_s >= MAX_BACKOFF_S:
                 return found  # one that failed and lives may have been short of something
             if not found and self._waited_s >= wait_s:
-                states = ", ".join(f"{one.name} is {one.state}" for one in fleet.engines.values()) or "none is registered"
+                states = ", ".join(one.words() for one in fleet.engines.values()) or "none is registered"
                 return 503, f"no engine became ready within {wait_s:g} s ({states}). Try again later."
             begun = time.monotonic()
             await fleet.changed(backoff_s if found else min(MAX_BACKOFF_S, wait_s - self._waited_s))
             self._waited_s += 0.0 if found else time.monotonic() - begun
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    def _spent(self, model: str | None, failed: set[str]) -> set[str]:
+        """Engines that have failed with the request, and groups without another one."""
+        groups = (one for one in self._fleet.engines.values() if isinstance(one, ManagedGroup))
+        return failed | {one.name for one in groups if not one.has_other_than(failed, model)}
 
     def _refusal(self, model: str | None) -> tuple[int, str] | None:
         """A status and the reason, where waiting would not help."""

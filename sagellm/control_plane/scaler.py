@@ -5,17 +5,19 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sagellm.control_plane.base import BaseService, EngineKind, EngineState, PoolView
 from sagellm.control_plane.config import ScalingConfig
+from sagellm.control_plane.embedded_engine import EmbeddedEngine
 from sagellm.control_plane.engine import ManagedEngine
 from sagellm.control_plane.fleet import Fleet
+from sagellm.control_plane.growth import Growth
+from sagellm.control_plane.lines import RequestLines
 from sagellm.control_plane.registry import make_scaler
 from sagellm.control_plane.scaling import OPEN, STEP, ScalingLoop, ScalingStep, open_fields, step_fields
 from sagellm.core.errors import ConfigError, SageError
-from sagellm.pd.proxy_metrics import RequestLines
 
 __all__ = ["PoolScaler"]
 
@@ -30,31 +32,38 @@ class PoolScaler(BaseService):
     Args:
         name: of the first engine; the further ones are NAME-2, NAME-3 and so on.
         make: returns an engine that is not started.
-        lines: get each decision with its view, and each start and stop.
+        names: of the first engines, where a group starts them; further ones count from there.
+        role: phase that they compute.
 
     Raises SageError: engines of this kind cannot be started, or the policy cannot be built.
     """
 
-    def __init__(self, name: str, make: Callable[[], EngineKind], config: ScalingConfig) -> None:
+    def __init__(
+        self, name: str, make: Callable[[], EngineKind], config: ScalingConfig, names: Sequence[str] | None = None,
+        role: str = "hybrid",
+    ) -> None:  # fmt: skip
         if not (kind := make()).is_ours:
             raise ConfigError(f"scaling.{name}: engines of the kind {kind.name} are not started by the manager; leave it out.")
+        if isinstance(kind, EmbeddedEngine):
+            raise ConfigError(f"scaling.{name}: a process has one engine with place manager; leave place out, or scaling.")
         self.name, self.config, self._make = name, config, make
         self._loop = ScalingLoop(make_scaler(config.policy, **config.options), config)
         self._opening = open_fields(name, config, self._loop.policy)
-        self.names = [name if number == 1 else f"{name}-{number}" for number in range(1, config.min + 1)]
+        own = [name if number == 1 else f"{name}-{number}" for number in range(1, config.min + 1)]
+        self.names, self._is_own, self._role = own if names is None else list(names), names is None, role
         self._fleet: Fleet
         self._lines: RequestLines | None = None
         self._work: set[asyncio.Task] = set()
         self._beginning: set[str] = set()  # engines that start
         self._begun = self._told = 0.0
         self._num = self._num_faults = 0
-        self._totals: dict[str, dict[str, float]] = {}
+        self._growth = Growth(kept=("chosen",))
         self._start_s: list[float] = []
         self._decisions: deque[dict[str, Any]] = deque(maxlen=KEPT_DECISIONS)
 
     def engines(self) -> list[tuple[str, EngineKind]]:
-        """Return the first engines, which the manager registers."""
-        return [(name, self._make()) for name in self.names]
+        """Return the first engines, which the manager registers; those of a group are registered by it."""
+        return [(name, self._make()) for name in self.names] if self._is_own else []
 
     def attach(self, fleet: Fleet, lines: RequestLines | None) -> None:
         self._fleet, self._lines = fleet, lines
@@ -157,6 +166,7 @@ class PoolScaler(BaseService):
             num_waiting=int(sum(one.load.get("waiting", 0) for one in members)),
             num_ready=num_ready, num_starting=len(self.names) - num_draining - num_ready, num_draining=num_draining,
             min_engines=self.config.min, max_engines=self.config.max, start_s=self._mean_start_s(),
+            role=self._role,
         )  # fmt: skip
 
     def _members(self) -> list[ManagedEngine]:
@@ -166,23 +176,14 @@ class PoolScaler(BaseService):
         return [engines[name] for name in self.names if name in engines]
 
     def _differences(self, members: list[ManagedEngine]) -> dict[str, float]:
-        """Return by how much the sums of the engines have grown. A process that was started again began at 0."""
-        totals = {one.name: one.load | {"chosen": one.num_chosen} for one in members}
-        more: dict[str, float] = {}
-        for engine, now in totals.items():
-            known = self._totals.get(engine, {})
-            if now.get("ended", 0.0) < known.get("ended", 0.0):
-                known = {"chosen": known["chosen"]}
-            for name, value in now.items():
-                more[name] = more.get(name, 0.0) + value - known.get(name, 0.0)
-        self._totals = totals
-        return more
+        """Return by how much the sums of the engines have grown."""
+        return self._growth.more({one.name: one.load | {"chosen": one.num_chosen} for one in members})
 
     def _mean_start_s(self) -> float | None:
         return sum(self._start_s) / len(self._start_s) if self._start_s else None
 
     def _free_name(self) -> str:
-        number = 2
+        number = 2 if self._is_own else 1
         while (name := f"{self.name}-{number}") in self._fleet.engines or name in self.names:
             number += 1
         return name

@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from sagellm.core.collectives import read_rules
 from sagellm.core.hooks import EvictionDecision, Phase, ScheduleDecision, StepView, VictimRequest
 from sagellm.core.host import Nonsense
 from sagellm.core.victims import Candidates
+
+MOST_RULES = 1000  # of a step
 
 
 def check_victims(answer: Any, request: VictimRequest) -> EvictionDecision:
@@ -84,7 +87,11 @@ def check_schedule(answer: Any, view: StepView) -> ScheduleDecision | None:
     if any(tokens < 0 for tokens in drafts.values()):
         raise Nonsense(f"draft_tokens {drafts}; a request gets 0 guesses or more")
     phase = None if answer.phase is None else Phase(answer.phase)
-    return ScheduleDecision(order, frozenset(hold), budget, str(answer.reason), phase, chunks, reasons, drafts)
+    try:
+        rules = read_rules(islice(answer.collectives, MOST_RULES)) if answer.collectives else ()
+    except ValueError as error:
+        raise Nonsense(f"collectives: {error}") from None
+    return ScheduleDecision(order, frozenset(hold), budget, str(answer.reason), phase, chunks, reasons, drafts, rules)
 
 
 def _by_request(given: Any, what: str, ids: list[int]) -> list[tuple[int, Any]]:

@@ -1,4 +1,6 @@
-"""Folders that are built once: a lock, a hidden folder beside the final one, and a rename when everything is in it.
+"""Files that are written at once, and folders that are built once.
+
+A folder has a lock, a hidden folder beside the final one, and a rename when everything is in it.
 
 They are removed the other way round: renamed to a hidden folder, then deleted.
 """
@@ -13,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["build_once", "default_cache_dir", "remove_built"]
+__all__ = ["build_once", "default_cache_dir", "remove_built", "write_whole"]
 
 Record = TypeVar("Record")
 
@@ -22,6 +24,20 @@ def default_cache_dir() -> Path:
     """`$XDG_CACHE_HOME/sagellm`, or `~/.cache/sagellm`; a relative value is ignored, as the XDG rules ask."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".cache") / "sagellm"
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file in place of what was there, at once for every reader.
+
+    Raises:
+        OSError: it cannot be written. An older file stays then.
+    """
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(file)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def build_once(

@@ -96,7 +96,8 @@ class SparsitySpec(Model):
 
 
 class PDConfig(Model):
-    """This server as an engine of a prefill/decode group.
+    """This server as an engine of a prefill/decode group. With `key_file` alone it is in no group, and tells the owner of the
+    key which prefixes it has cached.
 
     Attributes:
         role: what the proxy sends here: prompts to compute for others (prefill), requests to answer (decode), or both (hybrid).
@@ -138,9 +139,11 @@ class PDConfig(Model):
     @model_validator(mode="after")
     def _is_whole(self) -> "PDConfig":
         if self.role is None:
-            raise ValueError(
-                "there are settings of a prefill/decode group, and no role; give --role prefill, decode or hybrid"
-            )
+            if self.key_file is None or self.model_fields_set - {"role", "key_file", "port"}:
+                raise ValueError(
+                    "there are settings of a prefill/decode group, and no role; give --role prefill, decode or hybrid"
+                )
+            return self
         if self.proxy_url is None:
             raise ValueError(f"role {self.role} needs the proxy of its group; give --proxy-url http://host:port")
         if self.key_file is None:
@@ -152,15 +155,16 @@ class PDHooks(Model):
     """Settings of a prefill/decode group for the engine process; those of `PDConfig`, and:
 
     Attributes:
+        role: None: the engine is in no group, and tells what it has cached.
         engine_id: URL of the engine's server.
         weights: fingerprint of the model; engines that exchange KV blocks have the same.
         control_host, control_port: address of control connections.
     """
 
-    role: Literal[ROLES]
+    role: Literal[ROLES] | None
     engine_id: str
     key_file: Path
-    channel: str
+    channel: str = ""
     channel_options: dict[str, Any] = Field(default_factory=dict)
     checksums: bool = False
     timeout_s: float = Field(10.0, gt=0)
@@ -383,7 +387,7 @@ class SageConfig(Model):
     @model_validator(mode="after")
     def _sot_workers_fit(self) -> "SageConfig":
         if self.sot_workers and self.pd is not None:
-            raise ValueError("sot_workers and a role in a prefill/decode group exclude each other; give one of them")
+            raise ValueError("sot_workers and settings of a prefill/decode group exclude each other; give one of them")
         if self.sot_workers and self.engine == "turbomind":
             raise ValueError("sot_workers needs the engine pytorch; leave it out, or use --engine pytorch")
         return self

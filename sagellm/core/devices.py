@@ -4,14 +4,14 @@ A report is what a manager learns of such a device, so it holds what the check s
 """
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
-from sagellm.core.cached_folder import default_cache_dir
+from sagellm.core.cached_folder import default_cache_dir, write_whole
 from sagellm.core.errors import ConfigError
+from sagellm.core.packages import entry_points
 
 __all__ = ["DEVICES", "GROUP", "NO_REPORT", "DeviceReport", "device_names", "is_brought", "package_of"]
 
@@ -56,11 +56,9 @@ class DeviceReport:
     def write(self) -> Path:
         """Keep the report in place of an older one. Raises ConfigError: it cannot be written."""
         file = _file(self.device)
-        draft = file.with_name(f".{file.name}.{os.getpid()}")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_text(json.dumps(asdict(self), indent=1))
-            draft.replace(file)
+            write_whole(file, json.dumps(asdict(self), indent=1))
         except OSError as error:
             raise ConfigError(
                 f"the report of device {self.device} cannot be kept in {file.parent}: {error.strerror or error}. Free some "

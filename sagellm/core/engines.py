@@ -51,6 +51,8 @@ class GroupEngine(TextEngine, Protocol):
 
     def connect_peer(self, engine_id: str, address: str) -> None: ...
 
+    def progress(self) -> float: ...
+
 
 def open_engine(config: SageConfig, pd: PDHooks | None = None) -> Any:
     """Load a `TextEngine`; with `pd` a `GroupEngine`. Raises as `LMDeployEngine`."""

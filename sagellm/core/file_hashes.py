@@ -2,10 +2,11 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+
+from sagellm.core.cached_folder import write_whole
 
 __all__ = ["CACHE_NAME", "hash_files"]
 
@@ -57,11 +58,6 @@ def _read(cache_dir: Path | None) -> dict[str, str]:
 
 
 def _write(cache_dir: Path, digests: dict[str, str]) -> None:
-    part = cache_dir / f"{CACHE_NAME}.{os.getpid()}"
     with suppress(OSError):  # the next start takes as long as this one
-        try:
-            cache_dir.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(digests))
-            part.rename(cache_dir / CACHE_NAME)
-        finally:
-            part.unlink(missing_ok=True)
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        write_whole(cache_dir / CACHE_NAME, json.dumps(digests))

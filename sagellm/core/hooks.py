@@ -9,14 +9,14 @@ Those and the other notices arrive in order with the plug-in's next call, at the
 chooses after `COALESCE_S`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, NewType, Protocol
 
 import numpy as np
 
-from sagellm.core.collectives import CommDecision, CommOp, CommRequest
+from sagellm.core.collectives import CommDecision, CommOp, CommRequest, CommRule
 from sagellm.core.scheduling import (
     Phase,
     RequestId,
@@ -31,7 +31,7 @@ from sagellm.core.victims import VictimRequest
 
 __all__ = [
     "COALESCE_S", "COMM_HOOKS", "DECISIONS", "NOTICES", "AllocationResult", "BlockCounts", "BlockId", "BlockState",
-    "CommDecision", "CommOp", "CommRequest", "EngineHandle", "EvictionDecision", "EvictionNotice", "EvictionReason",
+    "CommDecision", "CommOp", "CommRequest", "CommRule", "EngineHandle", "EvictionDecision", "EvictionNotice", "EvictionReason",
     "KVBlockInfo", "MigrationPlan", "MigrationResult", "Phase", "Plugin", "PrefixCandidate", "PrefixMatch",
     "PrefixQuery", "PrefixRelease", "PrefixUpdate", "RequestId", "RequestMetadata", "RequestView", "ScheduleDecision",
     "ServiceLevel", "StepResult", "StepView", "Tier", "VictimRequest", "overrides",
@@ -314,6 +314,14 @@ class EngineHandle(Protocol):
 
         Raises:
             PluginError: no such request.
+        """
+        ...
+
+    @property
+    def comm_backends(self) -> Mapping[str, tuple[str, ...]]:
+        """Return the backends that can do a collective of the workers, by function of torch.distributed.
+
+        It is empty if the engine has one worker, or takes no rules (`ScheduleDecision.collectives`).
         """
         ...
 

@@ -132,6 +132,13 @@ class PluginHost:
         name, _ = self._owner[hook]
         self.guards[name].switch_off(hook, kind, detail)
 
+    def is_overdue(self, hook: str, request: int, waited_s: float, limit_s: float) -> bool:
+        """Whether a decision keeps a request waiting for too long; its owner is then switched off."""
+        if waited_s <= limit_s:
+            return False
+        self.blame(hook, f"request {request} was kept waiting for {waited_s:.1f} s")
+        return True
+
     def listens(self, hook: str) -> bool:
         return bool(self._listeners[hook])
 

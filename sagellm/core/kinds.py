@@ -6,7 +6,7 @@ The names in a row are imported on request, so the table loads nothing and depen
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from sagellm.core.errors import ConfigError
+from sagellm.core.options import find_row
 
 __all__ = ["KINDS", "Kind", "find_kind"]
 
@@ -159,7 +159,4 @@ KINDS = (
 
 def find_kind(name: str) -> Kind:
     """Return the kind of that name. Raises ConfigError if the name is unknown."""
-    for kind in KINDS:
-        if kind.name == name:
-            return kind
-    raise ConfigError(f"unknown kind of plug-in {name!r}; known are: {', '.join(kind.name for kind in KINDS)}.")
+    return find_row(KINDS, name, "kind of plug-in")

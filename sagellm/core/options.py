@@ -1,12 +1,29 @@
-"""Checks of the options of a plug-in, for every kind."""
+"""Checks of the options of a plug-in, for every kind, and of names of rows."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from numbers import Real
+from typing import TypeVar
 
-from sagellm.core.errors import SageError
+from sagellm.core.errors import ConfigError, SageError
 
-__all__ = ["option_checks"]
+__all__ = ["find_row", "option_checks"]
+Row = TypeVar("Row")
+
+
+def find_row(rows: Iterable[Row], name: str, what: str, error: type[SageError] = ConfigError) -> Row:
+    """Return the row of a table that has this `name`.
+
+    Args:
+        what: kind of row, for the message.
+
+    Raises:
+        SageError: of class `error`; the name is unknown.
+    """
+    found = {row.name: row for row in rows}
+    if name not in found:
+        raise error(f"unknown {what} {name!r}; known are: {', '.join(found)}.")
+    return found[name]
 
 
 def option_checks(what: str, error: type[SageError]) -> tuple[Callable[..., float], Callable[..., int]]:

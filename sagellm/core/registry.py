@@ -5,13 +5,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from importlib import import_module
-from importlib.metadata import entry_points
 from pkgutil import iter_modules
 from typing import Any, Generic, TypeVar
 
 from sagellm.core.config import PluginSpec
 from sagellm.core.errors import ConfigError, PluginError, SageError
 from sagellm.core.hooks import DECISIONS, Plugin, overrides
+from sagellm.core.packages import entry_points
 
 GROUP = "sagellm.plugins"
 Kind = TypeVar("Kind")

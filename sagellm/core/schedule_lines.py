@@ -77,6 +77,8 @@ class ScheduleLines:
             )  # fmt: skip
             if decision.draft_tokens:
                 line["draft_tokens"] = dict(decision.draft_tokens)
+            if decision.collectives:
+                line["collectives"] = list(map(list, decision.collectives))
         now_ns = ns_of(view.now_s)
         terms = [row for request in view.requests if (row := self._news(request)) is not None]
         line |= dict(now_s=view.now_s, own=view.phase.value, queue=[_row(request, now_ns) for request in view.requests])

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, NewType
 
+from sagellm.core.collectives import CommRule
+
 __all__ = [
     "Phase", "RequestId", "RequestMetadata", "RequestView", "ScheduleDecision", "ServiceLevel", "StepResult", "StepView",
 ]  # fmt: skip
@@ -150,6 +152,8 @@ class ScheduleDecision:
         reasons: request id -> why it is where it is, for the record.
         draft_tokens: request id -> at most so many guesses of a decode step, from 0 on; other requests get as many as the
             engine's speculative strategy proposes. An engine without one ignores it.
+        collectives: how the workers do collectives of these sorts in this step. The step after it has rules of its own, or
+            none. One of a backend that the engine lacks (`EngineHandle.comm_backends`) makes the decision invalid.
     """
 
     order: Sequence[int] | None = None
@@ -160,6 +164,7 @@ class ScheduleDecision:
     chunk_tokens: Mapping[int, int] = field(default_factory=dict)
     reasons: Mapping[int, str] = field(default_factory=dict)
     draft_tokens: Mapping[int, int] = field(default_factory=dict)
+    collectives: Sequence[CommRule] = ()
 
 
 class StepResult(NamedTuple):

@@ -5,16 +5,15 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from sagellm.accel.quantization.profile import ALIGNMENT_NAME, QuantizationProfile
+from sagellm.core.cached_folder import write_whole
 from sagellm.core.config import SageConfig
 from sagellm.core.errors import QuantizationError
-from sagellm.evaluate.models import EngineModel, TransformersModel
 from sagellm.evaluate.report import Model, QualityReport, markdown
-from sagellm.evaluate.run import Options, evaluate
+from sagellm.evaluate.run import Options, beside_original
 
 __all__ = ["AlignmentReport", "measure_alignment", "page", "write_alignment"]
 
 TOKENS, ANSWERS = 8_000, 20  # of a report by default
-REFERENCE = "float32"
 
 
 class AlignmentReport(Model):
@@ -53,20 +52,15 @@ def measure_alignment(folder: Path, source: Path, options: Options | None = None
     """
     profile = QuantizationProfile.read(folder)
     name = f"{profile.method}, {profile.weight_bits} bits"
-    with (
-        TransformersModel(REFERENCE, source, "float32") as reference,
-        EngineModel(name, SageConfig(model=folder, device=device)) as quantized,
-    ):
-        quality = evaluate(source.name, source, [reference, quantized], options or Options(TOKENS, answers=ANSWERS))
+    settings = SageConfig(model=folder, device=device)
+    quality = beside_original(name, settings, source, options or Options(TOKENS, answers=ANSWERS))
     return AlignmentReport(profile=profile, quality=quality, bytes_stored=(_stored(folder), _stored(source)))
 
 
 def write_alignment(folder: Path, source: Path) -> AlignmentReport:
     """Measure, and write the report into the folder."""
     report = measure_alignment(folder, source)
-    new = folder / f".{ALIGNMENT_NAME}.new"
-    new.write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    new.replace(folder / ALIGNMENT_NAME)
+    write_whole(folder / ALIGNMENT_NAME, report.model_dump_json(indent=1) + "\n")
     return report
 
 

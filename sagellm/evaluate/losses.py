@@ -4,12 +4,11 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from sagellm.core.cached_folder import default_cache_dir
+from sagellm.core.cached_folder import default_cache_dir, write_whole
 from sagellm.core.config import SageConfig
 from sagellm.engines.lmdeploy.layout import model_digest
-from sagellm.evaluate.models import EngineModel, TransformersModel
 from sagellm.evaluate.report import QualityReport
-from sagellm.evaluate.run import Options, evaluate
+from sagellm.evaluate.run import Options, beside_original
 
 __all__ = ["known_loss", "measure_loss"]
 
@@ -38,16 +37,10 @@ def measure_loss(folder: Path, source: Path, kv_schema: str) -> QualityReport:
         SageError: one of them cannot be loaded.
     """
     settings = SageConfig(model=folder, device="cpu", dtype="bfloat16", kv_schema=kv_schema)
-    with (
-        TransformersModel("float32", source, "float32") as reference,
-        EngineModel(f"{folder.name}, kv {kv_schema}", settings) as model,
-    ):
-        report = evaluate(source.name, source, [reference, model], Options(TOKENS, answers=0))
+    report = beside_original(f"{folder.name}, kv {kv_schema}", settings, source, Options(TOKENS, answers=0))
     file = _file(folder, kv_schema)
     file.parent.mkdir(parents=True, exist_ok=True)
-    new = file.with_suffix(".new")
-    new.write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    new.replace(file)
+    write_whole(file, report.model_dump_json(indent=1) + "\n")
     return report
 
 

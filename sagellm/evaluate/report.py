@@ -6,11 +6,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from sagellm.core.errors import ConfigError
+from sagellm.core.figure import COLOURS, new_figure, save_figure
 
 __all__ = ["Model", "ModelQuality", "QualityReport", "TextInfo", "compare_reports", "markdown", "write_plots"]
 
 FORMAT_VERSION = 1
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito
 
 
 class Model(BaseModel):
@@ -179,16 +179,12 @@ def write_plots(report: QualityReport, folder: Path) -> list[Path]:
     """Write kl.png (divergence by model) and answers.png (share of answers that are still the reference's, by token).
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: matplotlib is not installed, or the folder cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure  # not pyplot: no global state, and PNG needs no display
-    except ImportError:
-        raise ConfigError("plots need matplotlib, which is not installed: pip install matplotlib") from None
     others = [model for model in report.models if model.name != report.reference]
     if not others:
         return []
-    figure = Figure(figsize=(8, 4), layout="constrained")
+    figure = new_figure(8, 4)
     axes = figure.subplots()
     names = [model.name for model in others]
     for marker, label, values in (
@@ -199,11 +195,10 @@ def write_plots(report: QualityReport, folder: Path) -> list[Path]:
     axes.set(xscale=scale, xlabel="KL divergence from the reference, nats", title=report.model)
     axes.grid(alpha=0.25)
     axes.legend()
-    figure.savefig(folder / "kl.png", dpi=120)
     count, length = report.answers
-    files = [folder / "kl.png"]
+    files = [save_figure(figure, folder / "kl.png")]
     if count:
-        figure = Figure(figsize=(8, 4), layout="constrained")
+        figure = new_figure(8, 4)
         axes = figure.subplots()
         for number, model in enumerate(others):
             same = [1 - sum(at <= place for at in model.parted_at) / count for place in range(length)]
@@ -211,6 +206,5 @@ def write_plots(report: QualityReport, folder: Path) -> list[Path]:
         axes.set(ylim=(0, 1.02), xlabel="token of the answer", ylabel="answers like the reference's", title=report.model)
         axes.grid(alpha=0.25)
         axes.legend()
-        figure.savefig(folder / "answers.png", dpi=120)
-        files.append(folder / "answers.png")
+        files.append(save_figure(figure, folder / "answers.png"))
     return files

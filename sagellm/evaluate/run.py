@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
+from sagellm.core.config import SageConfig
 from sagellm.core.errors import ConfigError
-from sagellm.evaluate.models import CHUNK, ScoredModel
+from sagellm.evaluate.models import CHUNK, EngineModel, ScoredModel, TransformersModel
 from sagellm.evaluate.report import ModelQuality, QualityReport, TextInfo
 from sagellm.models.texts import chunks, fixed_texts, prompts
 
-__all__ = ["Options", "divergence", "evaluate"]
+__all__ = ["Options", "beside_original", "divergence", "evaluate"]
 
 ONE_OF = 4  # of so many prompts one is answered with a seed too
 LIBRARIES = ("lmdeploy", "torch", "transformers", "sagellm")
@@ -98,6 +99,20 @@ def evaluate(
         versions={name: metadata.version(name) for name in LIBRARIES}
         | {model.name: version for model in models if (version := getattr(model, "version", ""))},
     )  # fmt: skip
+
+
+def beside_original(name: str, settings: SageConfig, source: Path, options: Options) -> QualityReport:
+    """Evaluate a model in this engine beside the original in transformers in float32.
+
+    Args:
+        name: of the model in the report.
+        source: folder of the original.
+
+    Raises:
+        SageError: one of them cannot be loaded.
+    """
+    with TransformersModel("float32", source, "float32") as reference, EngineModel(name, settings) as model:
+        return evaluate(source.name, source, [reference, model], options)
 
 
 def divergence(reference: np.ndarray, other: np.ndarray) -> np.ndarray:

@@ -3,8 +3,9 @@
 The layouts of the blocks are those of ggml (`ggml-common.h`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,12 +13,13 @@ from sagellm.core.cached_folder import default_cache_dir
 from sagellm.core.file_hashes import hash_files
 from sagellm.models.base import ModelError
 from sagellm.models.convert import StoredMatrix, read_conversion
-from sagellm.models.gguf_weights import in_halves
-from sagellm.models.levels import LEVELS4, LEVELS8, Levels
+from sagellm.models.gguf_weights import in_halves, tensor_shape
+from sagellm.models.levels import LEVELS4, LEVELS5, LEVELS6, LEVELS8, STEP, Levels
 
 __all__ = ["LEVEL_TYPES", "GGUFLevels"]
 
 BLOCK = 32  # weights of a block of most types
+SPLIT_BY_INPUTS = {"attn_output": "o_proj", "ffn_down": "down_proj"}  # names in GGUF and in transformers
 
 
 class GGUFLevels:
@@ -47,6 +49,26 @@ class GGUFLevels:
 
     def __contains__(self, name: str) -> bool:
         return name in self._matrices
+
+    def check_split(self, config: Mapping[str, Any], workers: int) -> None:
+        """Check that workers can share the inputs of each quantized matrix that they split by inputs.
+
+        Args:
+            config: content of config.json.
+
+        Raises:
+            ModelError: a worker's inputs would be no whole blocks.
+        """
+        for ours, theirs in SPLIT_BY_INPUTS.items():
+            inputs = tensor_shape(ours, config)[1]
+            found = [name for name, each in self._matrices.items() if name.endswith(theirs) and each.kind in LEVEL_TYPES]
+            if found and inputs % (workers * STEP):
+                fitting = [each for each in range(1, inputs // STEP + 1) if inputs % (each * STEP) == 0]
+                raise ModelError(
+                    f"weights packed with tensor_parallel {workers}: {found[0]} has {inputs} inputs, and each worker needs a "
+                    f"multiple of {STEP} of them. It can be split for {', '.join(map(str, fitting[:8]))} workers; or use "
+                    "weights auto."
+                )
 
     def of(self, names: Sequence[str]) -> Levels | None:
         """Return the rows of these matrices, by their names in transformers; None if one is not quantized in blocks."""
@@ -133,15 +155,15 @@ def _q5_k(data: np.ndarray) -> Read:
 def _q6_k(data: np.ndarray) -> Read:
     low = data[:, :128].reshape(-1, 2, 1, 64) >> np.array([0, 4], np.uint8)[:, None] & 15
     high = data[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
-    values = (low.reshape(-1, 8, 32) | high.reshape(-1, 8, 32) << 4).view(np.int8) - np.int8(32)
+    values = (low.reshape(-1, 8, 32) | high.reshape(-1, 8, 32) << 4).view(np.int8)
     (scale,) = _halves(data, 208)
     scales = (scale.astype(np.float32) * data[:, 192:208].view(np.int8)).astype(np.float16)
-    return values, scales, np.zeros_like(scales)
+    return values, scales, scales * np.float16(-32)
 
 
 # Type: bytes of a block or super-block, format of the levels here, how to read it.
 LEVEL_TYPES: dict[str, tuple[int, str, Callable[[np.ndarray], Read]]] = {
     "Q4_0": (18, LEVELS4, _q4_0), "Q4_1": (20, LEVELS4, _q4_1), "Q4_K": (144, LEVELS4, _q4_k),
-    "Q5_0": (22, LEVELS8, _q5_0), "Q5_1": (24, LEVELS8, _q5_1), "Q5_K": (176, LEVELS8, _q5_k),
-    "Q6_K": (210, LEVELS8, _q6_k), "Q8_0": (34, LEVELS8, _q8_0),
+    "Q5_0": (22, LEVELS5, _q5_0), "Q5_1": (24, LEVELS5, _q5_1), "Q5_K": (176, LEVELS5, _q5_k),
+    "Q6_K": (210, LEVELS6, _q6_k), "Q8_0": (34, LEVELS8, _q8_0),
 }  # fmt: skip

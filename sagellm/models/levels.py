@@ -1,15 +1,18 @@
 """Weights of few bits: levels, with a scale and an offset for each block of inputs."""
 
 from collections.abc import Callable, Sequence
+from math import gcd
 from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["FLOAT8", "FLOAT8_SHIFT", "LEVELS4", "LEVELS8", "Levels", "whole_block"]
+__all__ = ["FLOAT8", "FLOAT8_SHIFT", "LEVELS4", "LEVELS5", "LEVELS6", "LEVELS8", "STEP", "Levels", "whole_block"]
 
-LEVELS4, LEVELS8, FLOAT8 = "levels4", "levels8", "float8"  # as the native code names them
+LEVELS4, LEVELS5, LEVELS6, LEVELS8 = "levels4", "levels5", "levels6", "levels8"  # as the native code names them
+FLOAT8 = "float8"
 FLOAT8_SHIFT = 8  # floats of 8 bits count as so many powers of two less
-BLOCKS = range(256, 0, -16)  # inputs that can share a scale in the native code
+STEP = 16  # a block of the native code has a multiple of so many inputs
+BLOCKS = range(256, 0, -STEP)  # inputs that can share a scale in the native code
 
 
 def whole_block(inputs: int, largest: int = BLOCKS[0]) -> int | None:
@@ -23,8 +26,9 @@ class Levels(NamedTuple):
     Attributes:
         values: int8 [outputs, inputs].
         scales, offsets: float16 [outputs, inputs / block].
-        format: LEVELS4: values are 0 to 15. LEVELS8: -128 to 127. FLOAT8: values are the bytes of floats (e4m3), which count as
-            2 ** FLOAT8_SHIFT times less, so that scales stay in the range of half precision.
+        format: LEVELS4: values are 0 to 15. LEVELS5: 0 to 31, in blocks of whole 32s. LEVELS6: 0 to 63. LEVELS8: -128 to 127.
+            FLOAT8: values are the bytes of floats (e4m3), which count as 2 ** FLOAT8_SHIFT times less, so that scales stay in
+            the range of half precision.
         order: column i of `values` is that of input `order[i]`, int32 [inputs]; None: they are in order.
     """
 
@@ -47,10 +51,19 @@ class Levels(NamedTuple):
     def in_blocks(self) -> "Levels | None":
         """Return the matrix with blocks of a size that the native code has; None if its inputs are no whole ones."""
         block = whole_block(self.block)
-        if block is None:
-            return None
+        return None if block is None else self._with_block(block)
+
+    def of_inputs(self, first: int, count: int) -> "Levels":
+        """Return the matrix of `count` inputs from `first` on, multiples of `STEP`. Blocks that are cut become smaller."""
+        block = gcd(self.block, first, count)
+        cut = self._with_block(block)
+        scales, offsets = (part[:, first // block : (first + count) // block] for part in (cut.scales, cut.offsets))
+        return cut._replace(values=self.values[:, first : first + count], scales=scales, offsets=offsets)
+
+    def _with_block(self, block: int) -> "Levels":
         scales, offsets = (np.repeat(part, self.block // block, axis=1) for part in (self.scales, self.offsets))
-        return self._replace(scales=scales, offsets=offsets)
+        is_small = self.format == LEVELS5 and block % 32
+        return self._replace(scales=scales, offsets=offsets, format=LEVELS6 if is_small else self.format)
 
     @classmethod
     def rounded(cls, weight: np.ndarray, block: int = 32) -> "Levels | None":
@@ -80,7 +93,6 @@ class Levels(NamedTuple):
             parts: whole levels, their inputs in order.
         """
         block = min(part.block for part in parts)
-        scales, offsets = (
-            np.concatenate([np.repeat(part[field], part.block // block, axis=1) for part in parts]) for field in (1, 2)
-        )
+        parts = [part._with_block(block) for part in parts]
+        scales, offsets = (np.concatenate([part[field] for part in parts]) for field in (1, 2))
         return Levels(np.concatenate([part.values for part in parts]), scales, offsets, max(part.format for part in parts))

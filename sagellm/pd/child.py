@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -30,24 +29,21 @@ class Child:
 
     Args:
         cores: that it is kept on; empty: all.
-        pass_fds: that it inherits.
         say: takes what it prints to standard error.
 
     Attributes:
         ready: done with the JSON line, or None where the process ended before it.
         num_starts: so far.
-        served_s: from when it was ready until it ended; 0: it never was.
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], *, cores: Sequence[int] = (), pass_fds: Sequence[int] = (),
-        env: dict[str, str] | None = None, say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+        self, name: str, command: Sequence[str], *, cores: Sequence[int] = (), env: dict[str, str] | None = None,
+        say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
     ) -> None:  # fmt: skip
         self.name, self.command = name, list(command)
         self.num_starts = 0
-        self._ready_s = self._end_s = 0.0
         self.ready: asyncio.Future[dict[str, Any] | None]
-        self._cores, self._fds, self._env, self._say = list(cores), tuple(pass_fds), env, say
+        self._cores, self._env, self._say = list(cores), env, say
         self._process: asyncio.subprocess.Process | None = None
         self._readers: list[asyncio.Task] = []
         self._last: deque[str] = deque(maxlen=KEPT_LINES)
@@ -55,7 +51,6 @@ class Child:
 
     async def start(self) -> None:
         """Raises EngineError: the system gives no process now; it may be tried again."""
-        self._ready_s = self._end_s = 0.0
         self.ready = asyncio.get_running_loop().create_future()
         self._last.clear()
         self._error = ""
@@ -63,7 +58,7 @@ class Child:
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *self.command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-                start_new_session=True, pass_fds=self._fds, env=self._env, preexec_fn=self._in_child, limit=1 << 20,
+                start_new_session=True, env=self._env, preexec_fn=self._in_child, limit=1 << 20,
             )  # fmt: skip
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
             # No process, no thread that waits for it, no such core.
@@ -83,15 +78,10 @@ class Child:
     def is_running(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
-    @property
-    def served_s(self) -> float:
-        return (self._end_s or time.monotonic()) - self._ready_s if self._ready_s else 0.0
-
     async def wait(self) -> int:
         """Until it has ended; its exit code, negative for a signal."""
         assert self._process is not None
         code = await self._process.wait()
-        self._end_s = time.monotonic()
         await asyncio.wait(self._readers, timeout=1)  # a process below it may hold the pipes open
         for reader in self._readers:
             reader.cancel()
@@ -156,7 +146,6 @@ class Child:
             with contextlib.suppress(ValueError):
                 found = json.loads(text)
                 if isinstance(found, dict) and found.get("ready") and not self.ready.done():
-                    self._ready_s = time.monotonic()
                     self.ready.set_result(found)
                     continue
             self._say(f"[{self.name}] {text}")

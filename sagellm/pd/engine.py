@@ -1,4 +1,4 @@
-"""One engine of a group as the proxy knows it: its load, its cached prefixes and its connections."""
+"""One engine of a group: its load, its cached prefixes and its connections."""
 
 import logging
 import time

@@ -1,4 +1,4 @@
-"""The engines of a group as the proxy knows them: who lives, who is connected to whom, what they have cached and have to do."""
+"""The engines of a group: their control connections, who is connected to whom, what they have cached and have to do."""
 
 import asyncio
 import contextlib
@@ -23,8 +23,7 @@ __all__ = ["Engine", "Group", "NotTheOne"]
 
 logger = logging.getLogger("sagellm.pd")
 
-HEALTH_S = 1.0  # between two looks; a control connection tells of a death at once, a look of an engine that hangs
-MAX_SILENT = 10.0  # seconds without an answer of its server: then it hangs
+LOOK_S = 1.0  # between two looks for pairs that are not connected
 SILENT_S = 60.0  # limit of the engine process, which answers nothing while it computes a step
 
 
@@ -33,25 +32,22 @@ class NotTheOne(PeerError):
 
 
 class Group:
-    """Engines join by URL and leave when their control connection ends, they do not answer, or they say so.
+    """Engines join by URL, and leave when their control connection ends or their owner says so.
 
-    Everything runs on the event loop of `start`.
+    The owner looks after their health. Everything runs on the event loop of `start`.
 
     Args:
-        on_change: called with (engine, whether it is there now).
+        on_change: called when an engine has come, gone or been connected.
         silent_s: an engine that answers nothing for so long hangs.
     """
 
-    def __init__(
-        self, key: bytes, costs: OnlineCosts | None = None, on_change: Callable[[Engine, bool], None] | None = None,
-        silent_s: float = SILENT_S,
-    ) -> None:  # fmt: skip
+    def __init__(self, key: bytes, on_change: Callable[[], None] = lambda: None, silent_s: float = SILENT_S) -> None:
         self.key = key
         self._silent_s = silent_s
-        self.costs = costs or OnlineCosts()
+        self.costs = OnlineCosts()
         self.engines: dict[str, Engine] = {}
         self.http: aiohttp.ClientSession | None = None
-        self._on_change = on_change or (lambda *_: None)
+        self._on_change = on_change
         self._joining: dict[str, asyncio.Task] = {}
         self._tasks: set[asyncio.Task] = set()
         self._changed = asyncio.Event()
@@ -62,7 +58,7 @@ class Group:
         # No limit of connections: each running request has one, or two.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
         self.http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0), timeout=timeout)
-        self._spawn(self._look_after())
+        self._spawn(self._look_for_pairs())
 
     async def close(self) -> None:
         tasks = [*self._tasks, *self._joining.values()]
@@ -91,16 +87,32 @@ class Group:
         return await asyncio.shield(task)
 
     async def leave(self, url: str, why: str) -> None:
+        if (engine := self.dismiss(url, why)) is not None:
+            await engine.connection.close()
+
+    def dismiss(self, url: str, why: str) -> Engine | None:
+        """Send an engine nothing more. Its connection stays, and what its requests need of it."""
         engine = self.engines.get(url)
         if engine is not None:
             self._forget(engine, why)
-            await engine.connection.close()
+        return engine
 
     async def changed(self, timeout_s: float) -> None:
         """Wait until an engine has come, gone or been connected, at most so long."""
         event = self._changed
         with contextlib.suppress(asyncio.TimeoutError):
             await within(event.wait(), timeout_s)
+
+    async def silence_of(self, engine: Engine) -> str:
+        """Return why the engine hangs, or nothing. Its server lives; the engine, which is another process, may not."""
+        try:
+            await engine.connection.call(Hello(engine_id="proxy"), self._silent_s)
+        except PeerTimeoutError:
+            engine.hangs.set()
+            return f"the engine below its server has answered nothing for {self._silent_s:g} s"
+        except PeerError:  # it has gone, and is taken for that elsewhere
+            pass
+        return ""
 
     def give_up(self, first: Engine, transfer_id: int) -> None:
         """Release a transfer on its prefill engine: it will not be fetched, or its prompt is not coming. Does not wait."""
@@ -196,7 +208,6 @@ class Group:
         self._spawn(self._wait_for_end(engine))
         logger.info("engine %s has joined: %s, model %s, %d blocks", url, facts.role, info.model, facts.num_blocks)
         self._pairs.look()
-        self._on_change(engine, True)
         self._note_change()
         return engine
 
@@ -213,57 +224,23 @@ class Group:
         await engine.connection.wait_closed()
         self._forget(engine, "its control connection has ended")
 
-    async def _look_after(self) -> None:
-        """Health, and pairs that are not connected."""
-        looking: dict[str, asyncio.Task] = {}
+    async def _look_for_pairs(self) -> None:
         while True:
-            await asyncio.sleep(HEALTH_S)
-            for url, engine in list(self.engines.items()):
-                if url not in looking or looking[url].done():
-                    looking[url] = self._spawn(self._look_at(engine))
+            await asyncio.sleep(LOOK_S)
             self._pairs.look()
-
-    async def _look_at(self, engine: Engine) -> None:
-        """A server on a busy machine may take its time: only one that refuses, or is silent for long, is gone."""
-        assert self.http is not None
-        try:
-            timeout = aiohttp.ClientTimeout(total=MAX_SILENT)
-            async with self.http.get(f"{engine.url}/health", timeout=timeout) as answer:
-                why = "" if answer.status == 200 else f"/health answers {answer.status}"
-            if not why:
-                why = await self._silence_of(engine)
-        except asyncio.TimeoutError:
-            why = f"no answer of /health for {MAX_SILENT:g} s"
-            engine.hangs.set()
-        except (aiohttp.ClientError, OSError) as error:
-            why = f"/health cannot be reached: {error}"
-        if why and self.engines.get(engine.url) is engine:
-            self._forget(engine, why)
-            await engine.connection.close()
-
-    async def _silence_of(self, engine: Engine) -> str:
-        """Its server lives; the engine, which is another process, may not. Empty where it answers."""
-        try:
-            await engine.connection.call(Hello(engine_id="proxy"), self._silent_s)
-        except PeerTimeoutError:
-            engine.hangs.set()
-            return f"the engine below its server has answered nothing for {self._silent_s:g} s"
-        except PeerError:  # it has gone, and is taken for that elsewhere
-            pass
-        return ""
 
     def _forget(self, engine: Engine, why: str) -> None:
         if self.engines.get(engine.url) is not engine:
             return
         del self.engines[engine.url]
         self._pairs.forget(engine)
-        logger.warning("engine %s has gone: %s", engine.url, why)
-        self._on_change(engine, False)
+        logger.info("engine %s has gone: %s", engine.url, why)
         self._note_change()
 
     def _note_change(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+        self._on_change()
 
     def _spawn(self, work: Any) -> asyncio.Task:
         task = asyncio.create_task(work)

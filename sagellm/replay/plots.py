@@ -4,15 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sagellm.core.errors import ConfigError
+from sagellm.core.figure import COLOURS, new_figure, save_figure
 from sagellm.replay.policies import BELADY
 from sagellm.replay.run import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vP*X<>"
 
 
@@ -22,17 +20,12 @@ def write_plots(rows: Sequence[Row], title: str, folder: Path) -> list[Path]:
     Raises:
         ConfigError: matplotlib is not installed, or the folder cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure  # not pyplot: no global state, and PNG needs no display
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib, which is not installed: pip install matplotlib") from None
-
     files, rows = [], [row for row in rows if not row.error]
     for name, label, value in (
         ("hit_rate", "hit blocks / blocks, first admission", lambda row: row.hit_rate_block),
         ("evictions", "evicted blocks", lambda row: row.evictions),
     ):
-        figure = Figure(figsize=(8, 5), layout="constrained")
+        figure = new_figure(8, 5)
         axes = figure.subplots()
         _lines(axes, rows, value)
         if name == "hit_rate":
@@ -41,12 +34,7 @@ def write_plots(rows: Sequence[Row], title: str, folder: Path) -> list[Path]:
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.25)
         axes.legend(fontsize=9)
-        files.append(folder / f"{name}.png")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            figure.savefig(files[-1], dpi=120)
-        except OSError as error:
-            raise ConfigError(f"cannot write {files[-1]}: {error.strerror}; name another folder with --plot.") from None
+        files.append(save_figure(figure, folder / f"{name}.png", make_folder=True))
     return files
 
 

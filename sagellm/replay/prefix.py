@@ -7,6 +7,7 @@ are theirs.
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -286,14 +287,6 @@ class PrefixReplay:
         self._counts["num_preempted"] += 1
 
 
-def replay_prefix_reference(
-    policy: EvictionPolicy, keys: NDArray[np.uint64], offsets: NDArray[np.int64], *, capacity: int, running: int = 1,
-    output_blocks: NDArray[np.int32] | None = None, times_s: NDArray[np.float64] | None = None, soon: int | None = None,
-    block_tokens: int = 1, block_bytes: int = 1, tenants: Sequence[str] = (), on_progress: Callable[[int], None] | None = None,
-) -> PrefixCounts:  # fmt: skip
-    """`PrefixReplay(...).run()`; see there."""
-    replay = PrefixReplay(
-        policy, keys, offsets, capacity=capacity, running=running, output_blocks=output_blocks, times_s=times_s, soon=soon,
-        block_tokens=block_tokens, block_bytes=block_bytes, tenants=tenants,
-    )  # fmt: skip
-    return replay.run(on_progress)
+def replay_prefix_reference(*arguments: Any, on_progress: Callable[[int], None] | None = None, **options: Any) -> PrefixCounts:
+    """Build a `PrefixReplay` of these arguments, and return what its `run` counts."""
+    return PrefixReplay(*arguments, **options).run(on_progress)

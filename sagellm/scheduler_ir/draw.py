@@ -50,13 +50,10 @@ def to_graphviz(graph: Drawable, name: str = "plan") -> str:
 
     lines = [f'digraph "{name.translate(DOT)}" {{', "  rankdir=LR;", "  node [shape=box];"]
     numbers = _numbers(graph)
-    for index, (device, nodes) in enumerate(_by_device(graph).items()):
-        drawn = [f'{numbers[node.node_id]} [label="{label(node)}"];' for node in nodes]
-        if device:
-            lines += [f"  subgraph cluster_{index} {{", f'    label="{device.translate(DOT)}";']
-            lines += [f"    {line}" for line in drawn] + ["  }"]
-        else:
-            lines += [f"  {line}" for line in drawn]
+    lines += _nodes(
+        graph, lambda node: f'{numbers[node.node_id]} [label="{label(node)}"];',
+        lambda index, device: [f"  subgraph cluster_{index} {{", f'    label="{device.translate(DOT)}";'], "  }",
+    )  # fmt: skip
     lines += _edges(graph, numbers, lambda one, value, other: f'  {one} -> {other} [label="{value.translate(DOT)}"];')
     return "\n".join([*lines, "}"]) + "\n"
 
@@ -66,13 +63,10 @@ def to_mermaid(graph: Drawable) -> str:
         return "<br/>".join(line.translate(MERMAID) for line in describe(node))
 
     lines, numbers = ["flowchart LR"], _numbers(graph)
-    for index, (device, nodes) in enumerate(_by_device(graph).items()):
-        drawn = [f'{numbers[node.node_id]}["{label(node)}"]' for node in nodes]
-        if device:
-            lines.append(f'  subgraph d{index}["{device.translate(MERMAID)}"]')
-            lines += [f"    {line}" for line in drawn] + ["  end"]
-        else:
-            lines += [f"  {line}" for line in drawn]
+    lines += _nodes(
+        graph, lambda node: f'{numbers[node.node_id]}["{label(node)}"]',
+        lambda index, device: [f'  subgraph d{index}["{device.translate(MERMAID)}"]'], "  end",
+    )  # fmt: skip
     lines += _edges(graph, numbers, lambda one, value, other: f'  {one} -->|"{value.translate(MERMAID)}"| {other}')
     return "\n".join(lines) + "\n"
 
@@ -81,11 +75,18 @@ def _numbers(graph: Drawable) -> dict[str, str]:
     return {node.node_id: f"n{index}" for index, node in enumerate(graph)}
 
 
-def _by_device(graph: Drawable) -> dict[str, list[IRNode]]:
+def _nodes(
+    graph: Drawable, line: Callable[[IRNode], str], begin: Callable[[int, str], list[str]], end: str
+) -> list[str]:
+    """One line a node. Those of a device are between the lines that begin and end it."""
     devices: dict[str, list[IRNode]] = {}
     for node in graph:
         devices.setdefault(node.device, []).append(node)
-    return devices
+    lines = []
+    for index, (device, nodes) in enumerate(devices.items()):
+        drawn = [f"  {line(node)}" for node in nodes]
+        lines += [*begin(index, device), *(f"  {each}" for each in drawn), end] if device else drawn
+    return lines
 
 
 def _edges(graph: Drawable, numbers: dict[str, str], line: Callable[[str, str, str], str]) -> list[str]:

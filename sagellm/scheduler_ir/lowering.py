@@ -63,7 +63,7 @@ def lower(
     phase = _phase(ready, requests)
     if made_from is not None:
         return ScheduleDecision(
-            *lowered, made_from.reason, phase, chunks, made_from.reasons, made_from.draft_tokens
+            *lowered, made_from.reason, phase, chunks, made_from.reasons, made_from.draft_tokens, made_from.collectives
         )
     reason = f"{ready[0].node_id} is the first that is ready" if ready else "no node is ready"
     return ScheduleDecision(*lowered, reason, phase, chunks)

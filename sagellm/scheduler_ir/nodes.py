@@ -23,7 +23,7 @@ class NodeType(str, Enum):
     DECODE_STEP = "decode_step"  # requests: one further token of each, in one step
     VERIFY = "verify"  # requests, drafts: of each at most so many proposed tokens are checked in one step
     SAMPLE = "sample"  # requests: whose next token is drawn
-    COLLECTIVE = "collective"  # op, bytes, group
+    COLLECTIVE = "collective"  # op, bytes, group; backend, pieces: how collectives of this sort are done from then on
 
 
 Count = (int, 0)  # at least
@@ -46,6 +46,8 @@ FIELDS: Mapping[NodeType, Mapping[str, Any]] = MappingProxyType({
     NodeType.SAMPLE: {"requests": [Count]},
     NodeType.COLLECTIVE: {"op": str, "bytes": Count, "group": str},
 })  # fmt: skip
+# By type: optional names of `config`, with the type and the least value of each.
+OPTIONS: Mapping[NodeType, Mapping[str, Any]] = MappingProxyType({NodeType.COLLECTIVE: {"backend": str, "pieces": Positive}})
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,9 @@ class IRNode:
             object.__setattr__(self, what, names)
         for name, kind in FIELDS[self.node_type].items():
             _check(self.node_id, name, self.config.get(name), kind)
+        for name, kind in OPTIONS.get(self.node_type, {}).items():
+            if name in self.config:
+                _check(self.node_id, name, self.config[name], kind)
         if self.node_type is NodeType.VERIFY and len(self.config["drafts"]) != len(self.config["requests"]):
             raise PlanError(
                 f"node {self.node_id}: {len(self.config['drafts'])} drafts for {len(self.config['requests'])} requests; give "

@@ -1,20 +1,18 @@
 """Progress of the nodes of one plan on an engine: which can run now, and what views and results say of them."""
 
-from collections.abc import Collection, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
+from sagellm.core.collectives import MAX_PIECES, CommRule, sort_of
 from sagellm.core.hooks import Phase, RequestId, RequestView, StepResult
 from sagellm.scheduler_ir.nodes import IRNode, NodeType
 from sagellm.scheduler_ir.plan import ExecutionPlan, NodeState, NodeStatus, PlanState, PlanStatus
 from sagellm.scheduler_ir.request_progress import RequestProgress, Seen
 
-__all__ = ["CANNOT", "NodeRun", "PlanProgress", "Work"]
+__all__ = ["ALL_WORKERS", "NodeRun", "PlanProgress", "Work", "rule_of"]
 
-# No hook starts these.
-CANNOT: Mapping[NodeType, str] = MappingProxyType({
-    NodeType.COLLECTIVE: "the engine's workers run the collectives of their model by themselves",
-})  # fmt: skip
+ALL_WORKERS = "tp"  # the group of all workers, the only one that an engine decides about
 # The engine does these with its lookup, just before it computes: they delay no step, and their result is seen afterwards.
 WITH_LOOKUP = (NodeType.PREFIX_FETCH, NodeType.KV_LOAD)
 # These happen before a request joins the queue, or when it leaves: they delay no step either.
@@ -87,10 +85,11 @@ class PlanProgress:
         self._devices = frozenset(devices)
         self.runs: dict[str, NodeRun] = {}
         for node in plan.ir_graph.topological_order():
-            before = [self.runs[name] for name in plan.ir_graph.predecessors(node.node_id)]
+            before = self._before([self.runs[name] for name in plan.ir_graph.predecessors(node.node_id)])
             run = self.runs[node.node_id] = NodeRun(node, before, set(node.requests))
-            if node.node_type in CANNOT:
-                self._settle(run, NodeState.REFUSED, CANNOT[node.node_type])
+            if node.node_type is NodeType.COLLECTIVE:
+                if why := self._obstacle(node):
+                    self._settle(run, NodeState.REFUSED, why)
             elif node.node_type is NodeType.KV_TRANSFER:
                 source, target = self._end(node, "src"), self._end(node, "dst")
                 if self._devices.isdisjoint((source, target)):
@@ -98,9 +97,11 @@ class PlanProgress:
             elif node.node_type is NodeType.KV_STORE and (node.config["src_tier"], node.config["dst_tier"]) != ("gpu", "cpu"):
                 pair = f"{node.config['src_tier']} -> {node.config['dst_tier']}"
                 self._settle(run, NodeState.REFUSED, f"a plan stores from gpu to cpu, not {pair}; policies do the rest")
+        self._ended: set[RequestId] = set()
+        self._has_come = False  # one of its requests, at least
         self._open = list(self.runs.values())
         self._index()
-        self._settle_samples()
+        self._settle_rest()
 
     # ---- asked by the owner
 
@@ -146,8 +147,28 @@ class PlanProgress:
                 continue
             if kind in BESIDE_STEPS:
                 passed.add(id(run))
-            elif kind is not NodeType.SAMPLE and all(request in rows for request in run.pending):
+            elif kind not in (NodeType.SAMPLE, NodeType.COLLECTIVE) and all(request in rows for request in run.pending):
                 yield from self._work(run, rows)
+
+    def rules(self, step: int, taken: Collection[tuple[str, int]]) -> list[CommRule]:
+        """Return how collectives are done in the next step. Nodes begin whose predecessors are done, once a request is there.
+
+        Args:
+            taken: sorts of collectives that an earlier plan decides about, by name and size.
+        """
+        rules: dict[tuple[str, int], CommRule] = {}
+        for run in self.open if self._collectives and self._has_come else ():
+            if run.node.node_type is not NodeType.COLLECTIVE or any(one.is_open for one in run.before):
+                continue
+            rule = rule_of(run.node)
+            sort = sort_of(rule)
+            if sort in taken or sort in rules:
+                run.detail = "another node decides about collectives of this sort"
+                continue
+            if run.state is NodeState.WAITING:
+                run.state, run.asked, run.detail = NodeState.RUNNING, step, ""
+            rules[sort] = rule
+        return list(rules.values())
 
     # ---- told by the owner
 
@@ -171,6 +192,7 @@ class PlanProgress:
         for request in self.plan.request_ids:
             if request not in rows:
                 continue
+            self._has_come = True
             if seen[request].is_preempted:
                 self._reopen(request, rows[request].num_computed, step)
             for _ in range(seen[request].num_decoded):
@@ -187,11 +209,14 @@ class PlanProgress:
                 elif run.asked < step and run.asked not in run.steps:
                     again = "the request lost its blocks; " if run.is_again else ""
                     run.detail = f"{again}the engine had no room for it in step {run.asked}, or took another step"
-        self._settle_samples()
+        self._settle_rest()
 
     def result(self, result: StepResult, progress: Mapping[RequestId, RequestProgress]) -> None:
         """A step has ended; `progress` knows of it. If it names no request, the next view tells."""
         self._told = result.step
+        for run in self._collectives:
+            if run.state is NodeState.RUNNING and run.asked <= result.step and not run.steps:
+                run.steps.append(result.step)
         if not result.computed:
             for run in self.open:
                 is_prompt = run.node.node_type is NodeType.PREFILL_CHUNK
@@ -213,14 +238,15 @@ class PlanProgress:
             if run.asked <= result.step:
                 for request in [each for each in run.pending if each in progress and progress[each].has_ended]:
                     self._leave(run, request)
-        self._settle_samples()
+        self._settle_rest()
 
     def end(self, request: RequestId) -> None:
         """It is complete, cancelled or failed. Work in flight stays open: its result may come later."""
+        self._ended.add(request)
         for run in self._open_of(request):
             if run.state is NodeState.WAITING or run.asked <= self._told:
                 self._leave(run, request)
-        self._settle_samples()
+        self._settle_rest()
 
     def give_up(self, request: RequestId, why: str) -> None:
         """Its nodes are not waited for any more; it goes on as a request of no plan."""
@@ -229,13 +255,15 @@ class PlanProgress:
             run.detail = run.why = why
             if not run.pending:
                 self._settle(run, NodeState.REFUSED, why)
-        self._settle_samples()
+        self._settle_rest()
 
     def cancel(self, why: str, with_running: bool = False) -> None:
         """Waiting nodes are not begun. `with_running`: nor will anybody hear of what is on its way."""
         self.is_cancelled = True
         for run in self.open:
-            if with_running or run.state is NodeState.WAITING:
+            if run.node.node_type is NodeType.COLLECTIVE:
+                self._settle(run, NodeState.CANCELLED, "; ".join(filter(None, [_done_by(run), why])))
+            elif with_running or run.state is NodeState.WAITING:
                 self._settle(run, NodeState.CANCELLED, why)
 
     def refuse(self, kind: NodeType, why: str) -> None:
@@ -243,6 +271,13 @@ class PlanProgress:
         for run in self.open:
             if run.node.node_type is kind:
                 self._settle(run, NodeState.REFUSED, why)
+
+    def refuse_rules(self, why: Callable[[CommRule], str]) -> None:
+        """Refuse collectives that the engine cannot do so. `why`: says it of a rule; empty if the engine can."""
+        for run in self._collectives:
+            if run.is_open and (reason := why(rule_of(run.node))):
+                self._settle(run, NodeState.REFUSED, reason)
+        self._settle_rest()
 
     def arriving(self) -> list[NodeRun]:
         """Open transfers to this engine."""
@@ -259,6 +294,24 @@ class PlanProgress:
         self._settle(run, NodeState.DONE if is_done else NodeState.REFUSED, detail)
 
     # ---- what follows
+
+    @staticmethod
+    def _before(runs: list[NodeRun]) -> list[NodeRun]:
+        """Return what must be done before a node. A collective is part of steps: what it takes must be done, and not it."""
+        found = [run.before if run.node.node_type is NodeType.COLLECTIVE else [run] for run in runs]
+        return list(dict.fromkeys(itertools.chain.from_iterable(found)))
+
+    def _obstacle(self, node: IRNode) -> str:
+        """Return why no engine follows a collective's node; empty if one may."""
+        if "backend" not in node.config:
+            return "it names no backend, and the engine's workers run the collectives of their model by themselves"
+        if node.config["group"] != ALL_WORKERS:
+            return f"an engine decides about the group {ALL_WORKERS} of all workers, not {node.config['group']}"
+        if node.config.get("pieces", 1) > MAX_PIECES:
+            return f"a sum is done in 1 to {MAX_PIECES} pieces, not {node.config['pieces']}"
+        if node.device not in self._devices:
+            return f"it is for device {node.device!r}, and this engine is another"
+        return ""
 
     @staticmethod
     def _end(node: IRNode, end: str) -> str:
@@ -284,6 +337,7 @@ class PlanProgress:
 
     def _index(self) -> None:
         """All nodes by request, and those of ranges of tokens and of decode steps: a step must not look at every node."""
+        self._collectives = [run for run in self._open if run.node.node_type is NodeType.COLLECTIVE]
         self._moves = [run for run in self._open if run.node.node_type is NodeType.KV_TRANSFER]
         self._of: dict[RequestId, list[NodeRun]] = {request: [] for request in self.plan.request_ids}
         self._ranges: dict[RequestId, list[NodeRun]] = {request: [] for request in self.plan.request_ids}
@@ -398,6 +452,20 @@ class PlanProgress:
         self._open = list(self.runs.values())
         self._index()
 
+    def _settle_rest(self) -> None:
+        """Settle what goes by other nodes: samples, and collectives, which end with all else."""
+        self._settle_samples()
+        if not self._collectives:
+            return
+        others = [run for run in self.runs.values() if run.node.node_type is not NodeType.COLLECTIVE]
+        if any(run.is_open for run in others) or (not others and not self._ended.issuperset(self.plan.request_ids)):
+            return
+        for run in self._collectives:
+            if run.is_open and run.steps:
+                self._settle(run, NodeState.DONE, _done_by(run))
+            elif run.is_open:
+                self._settle(run, NodeState.REFUSED, run.detail or "no step followed in which it could have been so")
+
     def _settle_samples(self) -> None:
         """A token is drawn in the step that computes what it is drawn from."""
         for run in self.open:
@@ -416,6 +484,21 @@ class PlanProgress:
         if state is NodeState.DONE and run.node.device not in self._devices:
             state, detail = NodeState.REFUSED, f"ran on this engine, not on device {run.node.device!r}"
         run.state, run.detail = state, detail
+
+
+def rule_of(node: IRNode) -> CommRule:
+    """Return the wish of a collective's node."""
+    config = node.config
+    return CommRule(config["op"], config["bytes"], config["backend"], config.get("pieces", 1))
+
+
+def _done_by(run: NodeRun) -> str:
+    """Say by which backend steps did collectives of a node's sort, and since when; empty if there were no steps."""
+    if not run.steps:
+        return ""
+    rule = rule_of(run.node)
+    pieces = f" in {rule.pieces} pieces" if rule.pieces > 1 else ""
+    return f"by {rule.backend}{pieces} from step {run.steps[0]} on"
 
 
 def _steps(steps: list[int]) -> str:

@@ -2,9 +2,10 @@
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sagellm.core.collectives import CommRule, sort_of, unknown_backend
 from sagellm.core.errors import PlanError
 from sagellm.core.hooks import (
     EngineHandle,
@@ -21,7 +22,7 @@ from sagellm.core.hooks import (
 from sagellm.scheduler_ir.given_strategy import given_strategy
 from sagellm.scheduler_ir.nodes import IRNode, NodeType
 from sagellm.scheduler_ir.plan import ExecutionPlan, NodeState, PlanState, PlanStatus
-from sagellm.scheduler_ir.plan_progress import PlanProgress, Work
+from sagellm.scheduler_ir.plan_progress import PlanProgress, Work, rule_of
 from sagellm.scheduler_ir.request_progress import RequestProgress
 from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
 
@@ -197,9 +198,13 @@ class PlanRunner(Plugin):
             return own if self._strategy is None else {**own, "strategy": self._strategy.report()}
 
     def running_nodes(self) -> list[list[Any]]:
-        """Return a row for each node that a step was asked for and that has no result: type, requests, start and tokens."""
+        """Return a row for each node that a step was asked for and that has no result.
+
+        A row has the type and the requests; start and tokens of a range; the rule of a collective.
+        """
         return [
             [run.node.node_type.value, list(run.node.requests)]
+            + (list(rule_of(run.node)) if run.node.node_type is NodeType.COLLECTIVE else [])
             + ([run.node.config.get("start", 0), run.node.config["tokens"]] if "tokens" in run.node.config else [])
             for plan in self._active.values() for run in plan.open if run.state is NodeState.RUNNING
         ]  # fmt: skip
@@ -217,8 +222,12 @@ class PlanRunner(Plugin):
             if not self._can_check():
                 why = "this engine checks no proposed tokens; start it with a speculative strategy"
                 progress.refuse(NodeType.VERIFY, why)
+            known = self._comm_backends()
+            progress.refuse_rules(lambda rule, known=known: unknown_backend([rule], known))
             self._end_all(progress)
-            self._note("submit", plan=json.loads(progress.plan.to_json()), checks_drafts=self._can_check())
+            self._note(
+                "submit", plan=json.loads(progress.plan.to_json()), checks_drafts=self._can_check(), comm_backends=dict(known)
+            )
         for name in [each.plan.plan_id for each in self._cancelled]:
             if name in self._active:
                 self._note("cancel", plan_id=name)
@@ -236,6 +245,17 @@ class PlanRunner(Plugin):
 
     def _can_check(self) -> bool:
         return self._engine is not None and self._engine.checks_drafts
+
+    def _comm_backends(self) -> Mapping[str, tuple[str, ...]]:
+        return {} if self._engine is None else self._engine.comm_backends
+
+    def _rules(self, step: int, rest: Sequence[CommRule]) -> tuple[CommRule, ...]:
+        """Return how collectives are done in the next step: as the first plan wants it that says so, else as `rest` does."""
+        rules: dict[tuple[str, int], CommRule] = {}
+        for plan in self._active.values():
+            if not plan.is_cancelled:
+                rules |= {sort_of(rule): rule for rule in plan.rules(step, rules.keys())}
+        return tuple(({sort_of(rule): rule for rule in rest} | rules).values())
 
     def _note(self, event: str, **fields: Any) -> None:
         if self._engine is not None and self._engine.is_recording:
@@ -424,4 +444,5 @@ class PlanRunner(Plugin):
             chunk_tokens=chunks,
             reasons=reasons,
             draft_tokens=drafts,
+            collectives=self._rules(view.step, rest.collectives),
         )

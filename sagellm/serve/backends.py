@@ -14,6 +14,7 @@ from sagellm.engines.lmdeploy.architecture import check_harmony
 from sagellm.engines.lmdeploy.device_settings import check_threads, set_threads
 from sagellm.engines.lmdeploy.engine import build_engine_config, check_quantization, hook_config, require_patched
 from sagellm.engines.lmdeploy.ray_workers import set_ray
+from sagellm.engines.lmdeploy.rpc import fail_when_dead
 from sagellm.engines.lmdeploy.settings_plugins import all_plugins, check_settings_plugins
 from sagellm.engines.lmdeploy.sizing import Sizes, resolve_device
 from sagellm.serve.metrics import TurboMindCollector, register
@@ -91,12 +92,17 @@ class PytorchBackend:
 
     def extend(self, engine: Any) -> None:
         register(engine)
+        fail_when_dead(engine.engine.rpc_client, engine.engine.proc)
 
     async def command(self, engine: Any, name: str, **arguments: Any) -> Any:
-        answer = await engine.engine._collective_rpc_async("sage_command", name, arguments)
+        answer = await self.ask(engine, name, arguments)
         if "error" in answer:
             raise ConfigError(answer["error"])
         return answer["result"]
+
+    async def ask(self, engine: Any, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer of `SchedulerHooks.command`."""
+        return await engine.engine._collective_rpc_async("sage_command", name, arguments)
 
     def describe(self, device: str) -> dict[str, Any]:
         from sagellm.engines.lmdeploy.capabilities import pytorch_capabilities

@@ -16,24 +16,17 @@ LABELS = ["rank", "op"]
 
 
 def comm_families(
-    rows: list[dict[str, Any]], step_s: float | None, measured: dict[str, dict[str, float]] | None = None
+    rows: list[dict[str, Any]], step_s: float | None, choice: dict[str, Any] | None = None
 ) -> Iterator[Metric]:
     """Yield the metrics of collectives.
 
     Args:
         rows: of `CommStats.report`.
         step_s: wall-clock seconds with a step running, None where the engine does not say.
-        measured: seconds of a sum, by backend and bytes, that the engine measured at its start.
+        choice: of the workers, as `CommChoice.report` has it.
     """
-    if measured:
-        family = GaugeMetricFamily(
-            "sagellm_comm_measured_seconds", "Time of a sum of all workers by each backend, at the start.",
-            labels=["backend", "bytes"],
-        )  # fmt: skip
-        for backend, times in measured.items():
-            for size, seconds in times.items():
-                family.add_metric([backend, str(size)], seconds)
-        yield family
+    if choice is not None:
+        yield from _of_choice(choice)
     for name, key, text, scale in (
         ("sagellm_comm_seconds", "exposed_ns", "Wall-clock time in which collectives kept the rank from computing.", 1e-9),
         ("sagellm_comm_operations", "count", "Collectives that have ended.", 1),
@@ -46,11 +39,46 @@ def comm_families(
         yield counter
     yield _latencies(rows)
     yield _bandwidths(rows)
+    yield _hidden(rows)
     if rows and step_s:
         yield GaugeMetricFamily(
             "sagellm_comm_share", "Share of the steps' time in which the rank that waited longest did, since the start.",
             value=_longest_s(rows) / step_s,
         )  # fmt: skip
+
+
+def _of_choice(choice: dict[str, Any]) -> Iterator[Metric]:
+    backends = GaugeMetricFamily(
+        "sagellm_comm_backend", "1 for the backend of each collective, among which it was chosen, and why these.",
+        labels=["op", "backend", "candidates", "reason"],
+    )  # fmt: skip
+    for name, backend in choice["chosen"].items():
+        backends.add_metric([name, backend, " ".join(choice["candidates"]), choice["reason"]], 1)
+    yield backends
+    if choice["topology_s"] is not None:
+        yield GaugeMetricFamily(
+            "sagellm_comm_topology_seconds", "Time to detect the topology of the host, at the start.", choice["topology_s"]
+        )
+    measured = GaugeMetricFamily(
+        "sagellm_comm_measured_seconds", "Time of a collective of all workers by each backend, at the start.",
+        labels=["op", "backend", "bytes"],
+    )  # fmt: skip
+    for name, ways in choice["measured"].items():
+        for backend, times in ways.items():
+            for size, seconds in times.items():
+                measured.add_metric([name, backend, str(size)], seconds)
+    yield measured
+
+
+def _hidden(rows: list[dict[str, Any]]) -> Metric:
+    family = GaugeMetricFamily(
+        "sagellm_comm_hidden_share", "Share of the latency of collectives in which the rank computed, since the start.",
+        labels=LABELS,
+    )  # fmt: skip
+    for row in rows:
+        if row["latency_ns"]:
+            family.add_metric(_labels(row), max(0.0, 1 - row["exposed_ns"] / row["latency_ns"]))
+    return family
 
 
 def _latencies(rows: list[dict[str, Any]]) -> Metric:

@@ -87,7 +87,10 @@ from sagellm.serve.objects import with_objects
 @click.option("--comm-metrics", is_flag=True, default=None, help="Measure the time spent in collectives.")
 @click.option("--role", type=click.Choice(ROLES), help="Role in a prefill/decode group. Default: no group.")
 @click.option("--proxy-url", help="Proxy of the prefill/decode group, http://host:port.")
-@click.option("--pd-key-file", type=click.Path(path_type=Path), help="File with the key of the prefill/decode group.")
+@click.option(
+    "--pd-key-file", type=click.Path(path_type=Path),
+    help="File with the key of the prefill/decode group; without a role, key by which a manager reads what is cached.",
+)
 @click.option("--kv-channel", help="KV transfer channel between engines: shm, tcp, ..., or module:Class. Default: auto.")
 @click.option("--kv-channel-options", help="Options of --kv-channel, as JSON.")
 @click.option("--kv-checksums", is_flag=True, default=None, help="Verify a checksum of transferred KV blocks.")

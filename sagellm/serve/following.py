@@ -5,60 +5,52 @@ memory, and their GPU, for ever.
 """
 
 import atexit
+import copy
 import ctypes
 import gc
-import io
 import multiprocessing
 import os
-import pickle
 import random
-import select
 import signal
-import threading
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from multiprocessing import popen_fork, resource_tracker, util
-from multiprocessing.context import BaseContext, SpawnContext, SpawnProcess, reduction, set_spawning_popen
-from multiprocessing.managers import SyncManager
-from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from multiprocessing.context import SpawnContext, SpawnProcess
+from typing import Any, NoReturn
 
 from sagellm.core.early import ENGINE_NAME, end, skip_teardown
 from sagellm.core.host import ENGINE_PROCESS
-from sagellm.engines.lmdeploy.worker_processes import load_if_expected
+from sagellm.engines.lmdeploy.libraries import load_lmdeploy, only_engine
+from sagellm.engines.lmdeploy.worker_processes import follow_parent, load_if_expected
 
-POLL_S = 0.5
 _PR_SET_NAME = 15  # of Linux's prctl
 
 
 class FollowingProcess(SpawnProcess):
     """A process that follows its parent, as do the processes that it spawns itself.
 
-    It is `fork` if there is one, else spawned. Unpickling the target of a spawned process loads the libraries, which
-    `loading_libraries` makes quicker.
+    Unpickling the target of a spawned process loads the libraries, which `loading_libraries` makes quicker.
+
+    Attributes:
+        keeps: file descriptors that the process has besides the standard ones, which makes it a fork of this one. None: it is
+            spawned.
     """
 
-    fork: ClassVar["WaitingFork | None"] = None
+    keeps: tuple[int, ...] | None = None
 
     @staticmethod
     def _Popen(process: Any) -> popen_fork.Popen:
-        fork, FollowingProcess.fork = FollowingProcess.fork, None
-        if fork is not None and fork.becomes(process):
-            return fork
-        return SpawnProcess._Popen(process)
+        return SpawnProcess._Popen(process) if process.keeps is None else _Fork(process)
 
-    @classmethod
-    def dismiss_fork(cls) -> None:
-        """End a fork that became no process."""
-        fork, cls.fork = cls.fork, None
-        if fork is not None:
-            fork.dismiss()
+    def start(self) -> None:
+        if self._popen is None:  # LMDeploy starts an engine that runs already
+            super().start()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, (type(self),), self.__dict__  # the state comes after the call
+        # The state comes after the call.
+        return _arrive, (type(self), self.name == ENGINE_PROCESS), self.__dict__
 
     def _bootstrap(self, *args: Any, **options: Any) -> NoReturn:
         code = super()._bootstrap(*args, **options)
@@ -74,61 +66,34 @@ class FollowingProcess(SpawnProcess):
         super().run()
 
 
-class WaitingFork(popen_fork.Popen):
-    """A fork of this process that becomes the next `FollowingProcess`, with all that this process has loaded.
+class _Fork(popen_fork.Popen):
+    """Starts a process with all that this one has loaded.
 
-    Make it before this process starts threads: locks that they hold are never released in a fork. The fork ignores Ctrl-C
-    and ends with this process. Like a spawned process it has no open files but the standard ones.
+    Start it before libraries have threads here: locks that they hold are never released in a fork. The process ignores Ctrl-C.
+    Like a spawned one it has no open files but those that it keeps.
     """
 
-    def __init__(self) -> None:
-        self.returncode: int | None = None
+    def _launch(self, process: FollowingProcess) -> None:
         resource_tracker.ensure_running()  # one for both
-        util._flush_std_streams()
-        reader, self._writer = os.pipe()
+        reader, writer = os.pipe()
         self.sentinel, end_of_fork = os.pipe()  # readable once the fork has ended
-        parent = os.getpid()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python's, where threads of ours wait for signals
             self.pid = os.fork()
         if self.pid == 0:
-            _wait_and_become(parent, reader, kept=(reader, end_of_fork, resource_tracker.getfd()))
+            _become(process, reader, kept=(*process.keeps, reader, end_of_fork, resource_tracker.getfd()))
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(reader)
         os.close(end_of_fork)
-        self.finalizer = util.Finalize(self, util.close_fds, (self.sentinel, self._writer))
-
-    def becomes(self, process: FollowingProcess) -> bool:
-        """Have the fork run a process, in the environment of now. Returns False if the fork was killed."""
-        message = io.BytesIO()
-        set_spawning_popen(self)
-        try:
-            reduction.dump(dict(os.environ), message)
-            reduction.dump(process, message)
-        finally:
-            set_spawning_popen(None)
-        with suppress(BrokenPipeError), open(self._writer, "wb", closefd=False) as pipe:
-            pipe.write(message.getbuffer())
-            return True
-        self.dismiss()
-        return False
-
-    def dismiss(self) -> None:
-        """End a fork that becomes no process."""
-        self.close()
-        self.wait()
-
-    def duplicate_for_child(self, fd: int) -> int:
-        raise ValueError(f"a waiting fork cannot be sent file descriptor {fd}; it has those of before it was made.")
+        self.finalizer = util.Finalize(self, util.close_fds, (self.sentinel, writer))
 
 
-def _wait_and_become(parent: int, reader: int, kept: tuple[int, ...]) -> NoReturn:
-    """Wait in a fork for what `WaitingFork.becomes` sends, and run it.
+def _become(process: FollowingProcess, reader: int, kept: tuple[int, ...]) -> NoReturn:
+    """Run a process in the fork that was made for it.
 
     Args:
-        parent: process whose end is the fork's; asked for here, it could have ended already.
-        reader: file descriptor of the pipe that it is sent through.
+        reader: file descriptor of a pipe whose other end the parent has.
         kept: file descriptors that stay open, besides the standard ones.
     """
     code = 1
@@ -136,22 +101,12 @@ def _wait_and_become(parent: int, reader: int, kept: tuple[int, ...]) -> NoRetur
         borders = sorted({2, *kept})
         for before, after in zip(borders, [*borders[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
             os.closerange(before + 1, after)
-        FollowingProcess.fork = None
         atexit._clear()  # those of the server
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        while not select.select([reader], [], [], POLL_S)[0]:
-            if os.getppid() != parent:
-                os._exit(1)
-        with open(reader, "rb", closefd=False) as pipe:
-            if not pipe.peek(1):
-                os._exit(0)  # dismissed
-            environment = pickle.load(pipe)
-            os.environ.clear()
-            os.environ.update(environment)
-            _follow_environment()
-            process = pickle.load(pipe)
+        load_if_expected()
+        _follow_environment()
         code = process._bootstrap(parent_sentinel=reader)
     except Exception:
         traceback.print_exc()
@@ -184,9 +139,11 @@ def loading_libraries() -> Iterator[None]:
         _keep_libraries()
 
 
-def _arrive(kind: type[FollowingProcess]) -> FollowingProcess:
+def _arrive(kind: type[FollowingProcess], is_engine: bool) -> FollowingProcess:
     gc.disable()
     load_if_expected()  # while this process loads its own
+    if is_engine:
+        load_lmdeploy()
     return kind.__new__(kind)
 
 
@@ -195,71 +152,88 @@ def _keep_libraries() -> None:
     gc.enable()
 
 
-def follow_parent() -> None:
-    """Have this process, a child by `multiprocessing`, killed soon after its parent has ended."""
-    threading.Thread(target=_follow, name="sagellm-follow", daemon=True).start()
+class _Port:
+    """Tells the server the port of its engine process, through a pipe. It is LMDeploy's dict and condition in one."""
 
+    def __init__(self) -> None:
+        self._reader, self.writer = multiprocessing.get_context("spawn").Pipe(duplex=False)
 
-class _Lasting:
-    """A started manager whose `with` block does not end it."""
-
-    def __init__(self, manager: SyncManager) -> None:
-        self._manager = manager
-
-    def __enter__(self) -> SyncManager:
-        return self._manager
+    def __enter__(self) -> "_Port":
+        return self
 
     def __exit__(self, *_: object) -> None:
         pass
 
+    def __setitem__(self, name: str, port: int) -> None:
+        self.writer.send(port)
 
-class _FollowingContext(SpawnContext):
-    def __init__(self, on_engine: Callable[[FollowingProcess], None]) -> None:
-        self._on_engine = on_engine
+    def notify(self) -> None:
+        pass  # the port has woken the server
 
-    def Process(self, *args: Any, **options: Any) -> FollowingProcess:
-        process = FollowingProcess(*args, **options)
-        if process.name == ENGINE_PROCESS:
-            self._on_engine(process)
-        return process
+    def __contains__(self, name: str) -> bool:
+        return True  # to ask for it waits for it
+
+    def __getitem__(self, name: str) -> int:
+        """Wait for the port. `EngineWatch` ends a server whose engine process ends before."""
+        return self._reader.recv()
 
 
-class EngineProcesses:
-    """The part of `torch.multiprocessing` that starts LMDeploy's engine process, with two differences.
+class EngineProcess:
+    """The part of `torch.multiprocessing` that LMDeploy starts its engine process with.
 
-    Processes that it spawns follow this one. Its managers live until `end_managers`: the engine process announces itself
-    through a manager, which LMDeploy ends as soon as it has read the announcement. Once in some twenty starts the engine
-    process was then still waiting for the answer to its last call, and died of it.
+    LMDeploy starts it once the server has loaded its libraries and the tokenizer. `start` starts it before. Processes that it
+    spawns follow this one. LMDeploy's manager would be a third process, and its early end once made the engine process die.
 
     Args:
-        run_dir: of the managers' sockets; a manager that is killed leaves its folder behind.
-        on_engine: is called with the engine's process before it starts.
+        on_start: is called with the process before it starts, where LMDeploy starts it, and after `start`.
     """
 
-    def __init__(self, run_dir: Path, on_engine: Callable[[FollowingProcess], None]) -> None:
-        self._run_dir, self._on_engine = run_dir, on_engine
-        self._managers: list[SyncManager] = []
+    def __init__(self, on_start: Callable[[FollowingProcess], None]) -> None:
+        self._on_start = on_start
+        self._port = _Port()
+        self._process: FollowingProcess | None = None
+        self._settings: dict[str, Any] = {}
 
-    def Manager(self) -> _Lasting:
-        self._managers.append(SyncManager(str(self._run_dir / f"manager{len(self._managers)}")))
-        self._managers[-1].start(follow_parent)
-        return _Lasting(self._managers[-1])
+    def start(self, is_fork: bool, **settings: Any) -> None:
+        """Start the engine process before LMDeploy does.
 
-    def get_context(self, method: str) -> BaseContext:
-        """Return a context whose processes follow this one; only `spawn` is known."""
+        Args:
+            is_fork: see `_Fork`; else it is spawned.
+            settings: what LMDeploy will give to the process.
+        """
+        # LMDeploy changes the configuration once more, and both processes go on at the same time.
+        self._settings = {name: copy.copy(value) for name, value in settings.items()}
+        self._process = FollowingProcess(target=_run_engine, args=(self._port,), kwargs=self._settings, name=ENGINE_PROCESS)
+        self._process.keeps = (self._port.writer.fileno(),) if is_fork else None
+        self._process.start()
+        self._on_start(self._process)
+
+    # ---- called by LMDeploy
+
+    def Manager(self) -> AbstractContextManager["EngineProcess"]:
+        return nullcontext(self)
+
+    def dict(self) -> _Port:
+        return self._port
+
+    Condition = dict
+
+    def get_context(self, method: str) -> "EngineProcess":
         if method != "spawn":
             raise ValueError(f"context {method!r}; LMDeploy starts its engine with 'spawn'.")
-        return _FollowingContext(self._on_engine)
+        return self
 
-    def end_managers(self) -> None:
-        while self._managers:
-            self._managers.pop().shutdown()
+    def Process(self, **options: Any) -> FollowingProcess:
+        if self._process is None:
+            self._process = FollowingProcess(**options)
+            self._on_start(self._process)
+        else:
+            assert options["kwargs"] == self._settings, "LMDeploy asks for another engine than the one that was started"
+        return self._process
 
 
-def _follow() -> None:
-    parent = multiprocessing.parent_process()
-    # Not the kernel's signal for this: it comes when the thread ends that started us, and not when that was before us.
-    # Nor the pipe that `multiprocessing` watches: a process that was forked meanwhile may hold its other end.
-    while parent is not None and os.getppid() == parent.pid:
-        time.sleep(POLL_S)
-    os._exit(1)
+def _run_engine(port: _Port, **settings: Any) -> None:
+    with loading_libraries():
+        from lmdeploy.pytorch.engine.mp_engine.zmq_engine import ZMQMPEngine
+    only_engine()
+    ZMQMPEngine._mp_proc(port, port, **settings)

@@ -69,9 +69,14 @@ class GuardedGeneration:
         self._on_dead = on_dead
         self._open: set[asyncio.Queue] = set()  # of requests in the engine
         self._ends: set[asyncio.Future] = set()  # of other work
+        self._reason = ""  # why all was ended
 
     def end_all(self, reason: str) -> None:
-        """End every answer and all other work with an error; clients learn the reason."""
+        """End every answer and all other work with an error; clients learn the reason.
+
+        Answers and other work that begin later end at once, too.
+        """
+        self._reason = reason
         for outputs in self._open:
             outputs.put_nowait(HTTPException(503, reason))
         for end in self._ends:
@@ -91,6 +96,8 @@ class GuardedGeneration:
             Refused: `end_all` was called.
         """
         end = asyncio.get_running_loop().create_future()
+        if self._reason:
+            end.set_result(self._reason)
         self._ends.add(end)
         task, watch = asyncio.ensure_future(work), asyncio.ensure_future(left)
         try:
@@ -167,6 +174,8 @@ class GuardedGeneration:
         texts: list[str] = []
         TEXTS.set(texts)  # for this task alone, in which `inner` runs
         self._open.add(outputs)
+        if self._reason:
+            outputs.put_nowait(HTTPException(503, self._reason))
         try:
             async for out in inner:
                 if left.is_set():  # the engine's wait drops a cancellation that comes in the same moment as a token

@@ -1,4 +1,7 @@
-"""A server as one of a prefill/decode group: what it needs at its start, and what it asks of those who call it."""
+"""A server as one of a prefill/decode group: what it needs at its start, and what it asks of those who call it.
+
+One with a key and without a role is in no group: it tells the owner of the key what it has cached.
+"""
 
 import socket
 import sys
@@ -20,6 +23,7 @@ __all__ = ["FIELDS", "INFO", "GroupGate", "Membership", "join_group"]
 INFO = "/sage/pd/info"
 FIELDS = ("migration_request", "with_cache", "preserve_cache")  # of LMDeploy, between engines and their proxy
 NO_SESSION = 0  # of a prompt that no prefill engine has; the first session of a server is 1
+ANY_ADDRESS = ("0.0.0.0", "::")
 NO_ROLE = "this server has no role in a prefill/decode group; start it with --role prefill, decode or hybrid"
 LOOK_S = 2.0  # for a first look at the proxy
 HTTP_PORTS = {"http": 80, "https": 443}
@@ -28,7 +32,7 @@ HTTP_PORTS = {"http": 80, "https": 443}
 @dataclass(frozen=True)
 class Membership:
     """`hooks`: for the engine process. `port_holder` keeps the port of its control connections until it takes it.
-    `trusts_proxy`: requests of this host need no signature."""
+    `proxy_url`: empty without a role. `trusts_proxy`: requests of this host need no signature."""
 
     hooks: PDHooks
     key: bytes
@@ -40,7 +44,8 @@ class Membership:
     @property
     def info(self) -> dict[str, str]:
         control = join_address(self.hooks.control_host, self.hooks.control_port)
-        return {"engine_id": self.hooks.engine_id, "role": self.hooks.role, "control": control, "model": self.model}
+        role = self.hooks.role or "hybrid"
+        return {"engine_id": self.hooks.engine_id, "role": role, "control": control, "model": self.model}
 
     def close(self) -> None:
         self.port_holder.close()
@@ -52,18 +57,30 @@ def join_group(config: SageConfig, pd: PDConfig, device: str, model: str) -> Mem
     Says on standard error where the proxy does not answer: it may be started later.
 
     Raises:
-        ConfigError: a key file that cannot be used, a port in use, a proxy whose name is unknown, a channel that does not work,
-            trust in a proxy that is not on loopback.
+        ConfigError: a key file that cannot be used, a port in use, a proxy whose name is unknown, a channel that does not work.
+            Or trust in a proxy that is not on loopback, or no address without a role.
         TransferError: an unknown channel.
     """
     key = read_key(pd.key_file)
+    if pd.role is None:
+        if config.host in ANY_ADDRESS:
+            raise ConfigError(
+                f"--pd-key-file without --role needs the address by which the manager reaches this server; got --host "
+                f"{config.host}. Give one address of this machine."
+            )
+        holder = _hold_port(config.host, pd.port)
+        hooks = PDHooks(
+            role=None, engine_id=f"http://{join_address(config.host, config.port)}", key_file=pd.key_file.resolve(),
+            control_host=config.host, control_port=holder.getsockname()[1],
+        )  # fmt: skip
+        return Membership(hooks, key, "", model, holder)
     proxy = urlsplit(pd.proxy_url)
     addresses = _addresses(proxy.hostname, proxy.port or HTTP_PORTS[proxy.scheme])
     if pd.trust_proxy:
         _check_trust(config, addresses)
     channel = _channel(pd, device, is_one_host=all(_is_loopback(address[4][0]) for address in addresses))
     # Others cannot connect to "any address"; the one from which the proxy is reached is one that they can.
-    host = config.host if config.host not in ("0.0.0.0", "::") else _own_address(addresses[0])
+    host = config.host if config.host not in ANY_ADDRESS else _own_address(addresses[0])
     holder = _hold_port(host, pd.port)
     hooks = PDHooks(
         role=pd.role, engine_id=f"http://{join_address(host, config.port)}", key_file=pd.key_file.resolve(), channel=channel,
@@ -80,6 +97,10 @@ class GroupGate:
     def __init__(self, member: Membership | None) -> None:
         self._member = member
 
+    @property
+    def _has_role(self) -> bool:
+        return self._member is not None and self._member.hooks.role is not None
+
     def is_trusted(self, scope: Mapping[str, Any], headers: Mapping[str, str]) -> bool:
         """Whether a request is taken as LMDeploy's proxy's without a signature: it comes from this host, and from no page that
         a browser on it shows."""
@@ -90,7 +111,7 @@ class GroupGate:
 
     def check_path(self, path: str, headers: Mapping[str, str], is_trusted: bool = False) -> None:
         """Before the body is read. Raises Refused: the path needs a signature, or this server does not have it."""
-        if self._member is None:
+        if not self._has_role and (self._member is None or path != INFO):
             raise Refused(f"{path}: {NO_ROLE}.")
         if SIGNATURE not in headers and not (is_trusted and path != INFO):
             raise Refused(f"{path} is for the group alone: the request is not signed with its key.", 401)
@@ -111,7 +132,7 @@ class GroupGate:
     def check_body(self, raw: Mapping[str, Any], is_signed: bool, is_trusted: bool = False) -> None:
         """Raises Refused: fields that only a group's proxy may send, or requests that only it may."""
         given = [name for name in FIELDS if raw.get(name)]
-        if self._member is None:
+        if self._member is None or not self._has_role:
             if given:
                 raise Refused(f"{given[0]}: {NO_ROLE}, or leave the field out.")
             return

@@ -80,13 +80,17 @@ class EngineWatch:
 
     Args:
         run_dir: where an engine process says why it does not start or has ended.
+        start_again: is called, and does not return, where a server that was ready does not end in order; None: it ends.
 
     Attributes:
         reason: why no request is worked on any more; empty before.
     """
 
-    def __init__(self, clean_up: Callable[[], None], run_dir: Path | None = None) -> None:
+    def __init__(
+        self, clean_up: Callable[[], None], run_dir: Path | None = None, start_again: Callable[[], None] | None = None
+    ) -> None:
         self.engine_died = False
+        self._start_again = start_again
         self._clean_up = clean_up
         self._run_dir = run_dir
         self._stopped = threading.Event()
@@ -140,6 +144,8 @@ class EngineWatch:
         # Still loading, or stuck in a call to the engine: the main thread waits for what cannot come.
         end_children()
         self._clean_up()
+        if self._callback is not None and self._start_again is not None:
+            self._start_again()
         os._exit(2 if refusal else 1)
 
     def _read(self, name: str) -> str:
@@ -163,6 +169,14 @@ def end_children(grace_s: float = 5.0) -> None:
     for child in alive:
         _quietly(child.kill)
     psutil.wait_procs(alive, timeout=1)
+
+
+def end_tracker(grace_s: float = 5.0) -> None:
+    """End Python's resource tracker, for a process that runs another program next: it would stay as a zombie."""
+    trackers = [child for child in psutil.Process().children() if _is_tracker(child)]
+    if trackers:
+        os.close(resource_tracker.getfd())
+        psutil.wait_procs(trackers, timeout=grace_s)
 
 
 def _is_tracker(process: psutil.Process) -> bool:

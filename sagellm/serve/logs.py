@@ -38,5 +38,8 @@ class ClientLeft(logging.Filter):
         return cause not in ("", "CancelledError", "GeneratorExit")
 
 
+CLIENT_LEFT = ClientLeft()  # one, which a logger takes once
+
+
 def quiet_disconnects() -> None:
-    logging.getLogger("lmdeploy").addFilter(ClientLeft())
+    logging.getLogger("lmdeploy").addFilter(CLIENT_LEFT)

@@ -31,9 +31,11 @@ MAX_REPORTED = 2000  # numbers of a plug-in; a page of 200,000 takes seconds
 _CUT: set[str] = set()  # plug-ins that were said to report more
 
 
-def register(engine: Any) -> None:
-    """Add a collector that asks LMDeploy's `AsyncEngine` at every scrape."""
-    REGISTRY.register(EngineCollector(engine))
+def register(engine: Any) -> "EngineCollector":
+    """Add a collector that asks LMDeploy's `AsyncEngine` at every scrape, and return it."""
+    collector = EngineCollector(engine)
+    REGISTRY.register(collector)
+    return collector
 
 
 class EngineCollector:
@@ -88,7 +90,10 @@ def families(report: dict[str, Any]) -> Iterator[Metric]:
         yield from PrefixReuseMetrics.from_counters(report["prefix_index"]).families()
     if "step_s" in report:
         yield CounterMetricFamily("sagellm_step_seconds", "Wall-clock time with a step running.", value=report["step_s"])
-    yield from comm_families(report["comm"], report.get("step_s"), report.get("comm_measured"))
+    yield from comm_families(report["comm"], report.get("step_s"), report.get("comm_choice"))
+    if "grammars" in report:
+        text = "Regular expressions that were compiled before a request asked for them."
+        yield CounterMetricFamily("sagellm_grammars_ahead", text, value=report["grammars"])
     if "preempted" in report:
         yield CounterMetricFamily("sagellm_preemptions", "Running requests sent back.", value=report["preempted"])
     if "chunks" in report:
@@ -156,8 +161,9 @@ def _guesses(report: dict[str, Any]) -> Iterator[Metric]:
         for place, number in enumerate(report[f"{kind}_at"], 1):
             places.add_metric([kind, str(place)], number)
     yield places
-    steps = {"all": report["sequences"], "guessed": report["guessed"]}
-    yield _counter("sagellm_speculative_sequence_steps", "Decode steps of sequences: all, and with guesses.", "kind", steps)
+    steps = {"all": report["sequences"], "guessed": report["guessed"], "tree": report["trees"]}
+    text = "Decode steps of sequences: all, with guesses, and with guesses that are a tree."
+    yield _counter("sagellm_speculative_sequence_steps", text, "kind", steps)
     spent = {"propose": report["propose_s"], "step": report["step_s"]}
     yield _counter("sagellm_speculative_seconds", "Seconds of guessing, and of the decode steps.", "part", spent)
     yield CounterMetricFamily(
@@ -214,14 +220,14 @@ def _summed(rows: list[list[Any]], num_labels: int) -> dict[tuple, float]:
 
 
 def _gauge(name: str, text: str, label: str, values: dict[str, Any]) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=[label])
-    for key, value in values.items():
-        family.add_metric([key], float(value))
-    return family
+    return _filled(GaugeMetricFamily(name, text, labels=[label]), values)
 
 
 def _counter(name: str, text: str, label: str, values: dict[str, Any]) -> Metric:
-    family = CounterMetricFamily(name, text, labels=[label])
+    return _filled(CounterMetricFamily(name, text, labels=[label]), values)
+
+
+def _filled(family: Any, values: dict[str, Any]) -> Metric:
     for key, value in values.items():
         family.add_metric([key], float(value))
     return family

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sagellm.comm_backend.control import sign_request
+from sagellm.comm_backend.group_messages import ROLE_NUMBERS
 from sagellm.serve.group import Membership
 
 __all__ = ["Registration"]
@@ -15,7 +16,6 @@ __all__ = ["Registration"]
 PERIOD_S = 2.0
 JOIN_S = 60.0  # the proxy asks this engine who it is, and connects to it, before it answers
 LOOK_S = 5.0
-ROLE_NUMBERS = {"hybrid": 1, "prefill": 2, "decode": 3}  # LMDeploy's `EngineRole`
 
 logger = logging.getLogger("sagellm")
 

@@ -3,9 +3,11 @@
 import asyncio
 import inspect
 import json
+import logging
 import os
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -15,19 +17,22 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TextIO
 
 import psutil
 import uvicorn
+from uvicorn.config import LOGGING_CONFIG
 
 from sagellm.core.config import PDHooks, SageConfig
-from sagellm.core.early import skip_teardown
+from sagellm.core.early import STOP_SIGNALS, skip_teardown
 from sagellm.core.errors import ConfigError, PeerError, PluginError
 from sagellm.core.ports import listen
 from sagellm.core.registry import check_owners, find_plugin
 from sagellm.core.run_folder import hold, remove_abandoned
+from sagellm.engines.lmdeploy.architecture import sees
 from sagellm.engines.lmdeploy.device_settings import executor_of
 from sagellm.engines.lmdeploy.engine import prepare_weights
+from sagellm.engines.lmdeploy.libraries import load_lmdeploy
 from sagellm.engines.lmdeploy.settings_plugins import all_plugins
 from sagellm.engines.lmdeploy.sizing import Sizes, size_engine
 from sagellm.engines.lmdeploy.speculative.methods import speculative_config
@@ -35,8 +40,8 @@ from sagellm.engines.lmdeploy.worker_processes import expecting_workers
 from sagellm.kv_policy.registry import policy_names
 from sagellm.models import find_model, prepare_model
 from sagellm.serve.backends import Backend, backend_of
-from sagellm.serve.following import EngineProcesses, FollowingProcess, WaitingFork, loading_libraries
-from sagellm.serve.lifecycle import EngineWatch, Loading, end_children
+from sagellm.serve.following import EngineProcess, loading_libraries
+from sagellm.serve.lifecycle import EngineWatch, Loading, end_children, end_tracker
 from sagellm.serve.logprobs import chat_logprobs
 from sagellm.serve.logs import claim_stdout, quiet_disconnects
 from sagellm.serve.speculation import with_guesses
@@ -68,7 +73,7 @@ def run(config: SageConfig, as_json: bool = False) -> int:
         from sagellm.serve.sot_workers import for_each_engine
 
         config = for_each_engine(config, device)
-    _check_plugins(config)
+    check_plugins(config)
     run_dir = _run_dir(config)
     listener = listen(config.host, config.port)
     clean_up = partial(shutil.rmtree, run_dir, ignore_errors=True)
@@ -83,21 +88,24 @@ def run(config: SageConfig, as_json: bool = False) -> int:
         hold(run_dir)
         remove_abandoned(f"{RUN_PREFIX}????????")
         num_threads = _num_threads()
+        with loading_libraries():
+            load_lmdeploy()
         model = prepare_weights(config, prepare_model(source))
         sizes = size_engine(config, model, device)
         engine_config = backend.engine_config(model, sizes, device, run_dir, _hooks(config, member, run_dir))
         banner = _Banner(config, device, sizes, as_json, claim_stdout())
-        if device == "cpu" and backend.name == "pytorch" and _num_threads() == num_threads:
-            _fork_engine()
-        watch = EngineWatch(clean_up, run_dir)
+        # Not an engine on a GPU: to look for one may initialize CUDA, which does not work in forks. Not either where the
+        # preparation of weights has started threads of OpenMP, which a fork would wait for.
+        can_fork = device == "cpu" and _num_threads() == num_threads
+        watch = EngineWatch(clean_up, run_dir, partial(_start_again, banner) if config.restart_workers else None)
         has_forks = device == "cpu" and executor_of(config, device) == "mp"
         with expecting_workers(has_forks, run_dir):
-            code = _Launch(
-                config, backend, model, source.sampling(model), engine_config, listener, banner, loading, watch, run_dir, member
-            ).serve()
+            code = Launch(
+                config, backend, model, source.sampling(model), engine_config, can_fork, listener, banner, loading, watch,
+                run_dir, member,
+            ).serve()  # fmt: skip
     finally:
         loading.wait_for_stop()
-        FollowingProcess.dismiss_fork()
         if member is not None:
             member.close()
         backend.close()
@@ -105,21 +113,32 @@ def run(config: SageConfig, as_json: bool = False) -> int:
         clean_up()
         loading.cancel()
     if watch.engine_died and config.restart_workers:
-        print("the server starts again", file=sys.stderr, flush=True)
-        banner.give_back()
-        os.execv(sys.executable, sys.orig_argv)  # the same command in the same process
+        _start_again(banner)
     return code
+
+
+def _start_again(banner: "_Banner") -> NoReturn:
+    """Run the same command in this process. Nothing of it may be left."""
+    print("the server starts again", file=sys.stderr, flush=True)
+    banner.give_back()
+    end_tracker()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a thread may call this
+    os.execv(sys.executable, sys.orig_argv)
 
 
 def _run_dir(config: SageConfig) -> Path:
     """A folder that is not there yet.
 
     Raises:
-        ConfigError: the temporary directory is so deep that the sockets in it could have no name.
+        ConfigError: the temporary directory is so deep that the sockets of workers in it could have no name.
     """
     run_dir = Path(tempfile.gettempdir(), f"{RUN_PREFIX}{secrets.token_hex(4)}")
-    # As `multiprocessing` names them: that of the process that workers are forked from, and those of managers.
-    longest = len(os.fsencode(run_dir / ("listener-12345678" if config.tensor_parallel > 1 else "manager0")))
+    if config.tensor_parallel == 1:
+        return run_dir
+    names = "listener-12345678"  # as `multiprocessing` names it: of the process that workers are forked from
+    if config.sot_workers:
+        names = f"w{config.sot_workers}/pymp-12345678/{names}"  # of workers of skeleton-of-thought
+    longest = len(os.fsencode(run_dir / names))
     if longest > MAX_SOCKET_NAME:
         raise ConfigError(
             f"the temporary directory {run_dir.parent} is too deep: the path of a socket in it has {longest} bytes, allowed "
@@ -133,22 +152,16 @@ def _num_threads() -> int:
     return psutil.Process().num_threads()
 
 
-def _fork_engine() -> None:
-    """Load the libraries of server and engine, and fork the engine's process, which would load most of them again.
-
-    Not for an engine on a GPU: to look for one may initialize CUDA, which does not work in forks. Not either where the
-    preparation of weights has started threads of OpenMP, which a fork would wait for.
-    """
+def _load_engine() -> None:
+    """Load what the engine's process needs, and this one too."""
     with loading_libraries():
-        import lmdeploy.pytorch.engine.engine
-        import lmdeploy.pytorch.models.qwen2  # any model: what all of them import
-        import lmdeploy.serve.openai.api_server  # noqa: F401
+        import lmdeploy.pytorch.engine.mp_engine.zmq_engine
+        import lmdeploy.pytorch.models.qwen2  # noqa: F401  # any model: what all of them import
 
         import sagellm.engines.lmdeploy.cpu.backend  # noqa: F401
-    FollowingProcess.fork = WaitingFork()
 
 
-def _check_plugins(config: SageConfig) -> None:
+def check_plugins(config: SageConfig) -> None:
     """Check what would otherwise end the engine process after the model is loaded.
 
     Raises:
@@ -193,22 +206,26 @@ def _policies(config: SageConfig) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class _Launch:
+class Launch:
     """One start of the server: settings, what was made ready for it, and the objects that take part until its end.
 
     Attributes:
         sampling: what a request samples with where it does not say.
         engine_config: LMDeploy's configuration of the engine.
+        can_fork: whether the engine's process may be a fork of this one.
         listener: the socket, bound and listening.
         run_dir: a folder for sockets, removed at the end.
         member: the server's part in a prefill/decode group, if it has one.
+        log_config: configuration of uvicorn's loggers; None leaves those of the program as they are.
     """
 
+    log_config: ClassVar[dict[str, Any] | None] = LOGGING_CONFIG
     config: SageConfig
     backend: Backend
     model: Path
     sampling: dict[str, float]
     engine_config: Any
+    can_fork: bool
     listener: socket.socket
     banner: "_Banner"
     loading: Loading
@@ -218,20 +235,39 @@ class _Launch:
 
     def serve(self) -> int:
         """Start the engine and serve until the end; return the exit code."""
-        with loading_libraries():
-            from lmdeploy import sage_server
-            from lmdeploy.serve.openai import api_server, protocol
-
         skip_teardown()
+        try:
+            process = self._start_engine()
+            with loading_libraries():  # while the engine starts
+                import lmdeploy.serve.openai.api_server  # noqa: F401
+
+                import sagellm.serve.validation  # noqa: F401
+
+            self.open(processes=process)
+        finally:
+            self.watch.stop()
+            end_children()
+            self.watch.finish()
+        return 1 if self.watch.engine_died else 0
+
+    def open(self, on_built: Callable[[], None] = lambda: None, **parts: Any) -> None:
+        """Build LMDeploy's engine and application, and serve them until the end.
+
+        Args:
+            on_built: called when the engine is built.
+            parts: further parts of LMDeploy's server, see `sage_server.parts`.
+        """
+        from lmdeploy import sage_server
+        from lmdeploy.serve.openai import api_server, protocol
+
         quiet_disconnects()
-        processes = EngineProcesses(self.run_dir, self.watch.watch)
 
         def run_app(app: Any) -> None:
-            processes.end_managers()
+            on_built()
             self._run_app(app, api_server.VariableInterface.async_engine)
 
         sage_server.parts.update(
-            run=run_app, processes=processes, usage=with_guesses(protocol.UsageInfo), chat_logprobs=chat_logprobs
+            run=run_app, usage=with_guesses(protocol.UsageInfo), chat_logprobs=chat_logprobs, **parts
         )
         try:
             api_server.serve(
@@ -245,11 +281,20 @@ class _Launch:
             )
         finally:
             sage_server.parts.clear()
-            processes.end_managers()
-            self.watch.stop()
-            end_children()
-            self.watch.finish()
-        return 1 if self.watch.engine_died else 0
+
+    def _start_engine(self) -> EngineProcess:
+        """Start the engine's process, unless LMDeploy still changes its configuration, as it does for models that see."""
+        process = EngineProcess(self.watch.watch)
+        if self.backend.name == "pytorch" and not sees(self.model):
+            if self.can_fork:
+                _load_engine()
+            self.engine_config.enable_mp_engine = True  # as LMDeploy sets it
+            process.start(
+                self.can_fork, model_path=str(self.model), engine_config=self.engine_config,
+                log_level=logging.getLevelName(self.config.log_level), speculative_config=speculative_config(self.config),
+                trust_remote_code=True,
+            )  # fmt: skip
+        return process
 
     def _run_app(self, app: Any, engine: Any) -> None:
         """Run LMDeploy's application, in place of `uvicorn.run` at the end of LMDeploy's `serve`."""
@@ -267,23 +312,30 @@ class _Launch:
         return sot_workers(self.config, engine, self.run_dir)
 
     def _serve_app(self, app: Any, engine: Any) -> None:
-        log_level = "info" if self.config.log_level in ("DEBUG", "INFO") else "warning"
-        # uvicorn's annotation says int; it hands the value to asyncio, which takes fractions. Answers are ended before.
-        longest_s = self.config.drain_timeout_s + LAST_WORDS_S
-        settings = uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=longest_s)
-        hang_up = partial(self.backend.hang_up, engine)
-        server = _Server(settings, self.banner, self.watch, engine.generate, self.config.drain_timeout_s, hang_up)
-        if self.member is not None:
+        server = self.server(app, engine)
+        if self.member is not None and self.member.proxy_url:
             from sagellm.serve.registration import Registration
 
             server.registration = Registration(self.member, next(iter(self.config.api_key), ""), server.leave)
         server.run(sockets=[self.listener])
         self.watch.stop()
-        if self.watch.engine_died:
+        if self.watch.engine_died:  # it may have been before `shutdown`
             self.backend.abandon(engine)
         engine.close()
         if server.registration is not None and server.registration.refusal:
             raise PeerError(server.registration.refusal)
+
+    def server(self, app: Any, engine: Any) -> "_Server":
+        """Return the server of LMDeploy's application and its `AsyncEngine`."""
+        log_level = "info" if self.config.log_level in ("DEBUG", "INFO") else "warning"
+        # uvicorn's annotation says int; it hands the value to asyncio, which takes fractions. Answers are ended before.
+        longest_s = self.config.drain_timeout_s + LAST_WORDS_S
+        settings = uvicorn.Config(
+            app, log_level=log_level, log_config=self.log_config, timeout_graceful_shutdown=longest_s
+        )
+        hang_up = partial(self.backend.hang_up, engine)
+        abandon = partial(self.backend.abandon, engine)
+        return _Server(settings, self.banner, self.watch, engine.generate, self.config.drain_timeout_s, hang_up, abandon)
 
     def _extend(self, app: Any, engine: Any, sot_group: "Master | None") -> None:
         """Add our checks in front of LMDeploy's handlers, our generation after them, and our numbers to its metrics."""
@@ -314,16 +366,17 @@ class _Server(uvicorn.Server):
         generation: the layer that has the answers.
         drain_s: seconds that answers may take once the server is to end.
         hang_up: is called when the event loop is about to end.
+        abandon: is called before LMDeploy closes an engine that died.
     """
 
     def __init__(
         self, config: uvicorn.Config, banner: "_Banner", watch: EngineWatch, generation: "GuardedGeneration", drain_s: float,
-        hang_up: Callable[[], None],
+        hang_up: Callable[[], None], abandon: Callable[[], None],
     ) -> None:  # fmt: skip
         super().__init__(config)
         self._banner = banner
         self._watch = watch
-        self._generation, self._drain_s, self._hang_up = generation, drain_s, hang_up
+        self._generation, self._drain_s, self._hang_up, self._abandon = generation, drain_s, hang_up, abandon
         self._loop: asyncio.AbstractEventLoop | None = None
         self.registration: Registration | None = None  # of an engine of a group
         watch.on_death(self._engine_died)
@@ -338,6 +391,8 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._watch.stop()  # from here on the engine process ends because it is told to
+        if self._watch.engine_died:  # LMDeploy closes it below, which would wait until it has read what was sent to it
+            self._abandon()
         if self.registration is not None:
             await self.registration.end()
         asyncio.get_running_loop().call_later(self._drain_s, self._generation.end_all, ENDING)
@@ -347,13 +402,13 @@ class _Server(uvicorn.Server):
         self._hang_up()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:  # a second signal: the sender does not want to wait
-            self._end_answers(ENDING)
         self._captured_signals.append(sig)
-        self.should_exit = True
+        self.leave(at_once=self.should_exit)  # a second signal: the sender does not want to wait
 
-    def leave(self) -> None:
-        """An orderly end, as by a signal."""
+    def leave(self, at_once: bool = False) -> None:
+        """End in order, as by a signal. With `at_once` answers end now. From any thread."""
+        if at_once:
+            self._end_answers(ENDING)
         self.should_exit = True
 
     def _engine_died(self) -> None:

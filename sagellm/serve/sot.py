@@ -5,6 +5,7 @@ The stages run on a thread, and their requests in the engine process, beside all
 
 import asyncio
 import json
+import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -16,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from sagellm.accel.sot.group import Master
 from sagellm.accel.sot.pipeline import SpecSoT
 from sagellm.accel.sot.results import Listener, SoTAnswer, TaskData
-from sagellm.accel.sot.skeleton import heading, lead
+from sagellm.accel.sot.skeleton import heading, lead, plan_patterns, plan_tokens
 from sagellm.core.errors import ConfigError, EngineError
 from sagellm.core.running import MAX_BRANCHES, SamplingParams, Watch
 from sagellm.core.service import ServiceRequest
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from sagellm.serve.prompts import Prompts
 
 __all__ = ["FIELD", "SkeletonAnswers", "SoTWish"]
+
+logger = logging.getLogger("sagellm")
 
 FIELD = "sot"
 MAX_THREADS = 64  # answers at once; others wait
@@ -88,6 +91,21 @@ class SkeletonAnswers:
         self._tokenizer = engine.tokenizer.model.model
         self._threads = ThreadPoolExecutor(MAX_THREADS, "sagellm-sot")  # makes a thread when one is needed
         self._running: RunningRequests | None = None
+
+    async def prepare(self, command: Callable[..., Awaitable[Any]]) -> None:
+        """Let the engine compile the grammars of plans, off the path of requests. With workers, read the vocabulary meanwhile.
+
+        Args:
+            command: asks the hooks of the engine for something.
+        """
+        if self._engine.backend == "turbomind" or self._tokenizer.chat_template is None:
+            return
+        try:
+            await command("compile_ahead", patterns=plan_patterns())
+        except ConfigError as error:
+            logger.info("plans of skeleton-of-thought: %s", error)
+        if self._group is not None:  # it holds Python's lock, which servers without plans need
+            await asyncio.get_running_loop().run_in_executor(self._threads, plan_tokens, self._tokenizer)
 
     def read(self, request: Any, raw: Mapping[str, Any], harmless: Mapping[str, Any]) -> Asked:
         """Check a request.

@@ -5,10 +5,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import Gauge
+from prometheus_client import REGISTRY
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from sagellm.accel.sot.group import Master, group_hooks
-from sagellm.accel.sot.workers import KEY, MASTER, share_cores, start_workers, write_key
+from sagellm.accel.sot.workers import KEY, MASTER, Workers, share_cores, start_workers, write_key
 from sagellm.core.config import PDHooks, SageConfig
 from sagellm.core.errors import ConfigError
 
@@ -37,7 +38,7 @@ def sot_hooks(run_dir: Path) -> PDHooks:
 
 @contextmanager
 def sot_workers(config: SageConfig, engine: Any, run_dir: Path) -> Iterator[Master]:
-    """Start the workers, and end them after the context.
+    """Start the workers, start each again that is lost, and end them after the context.
 
     Args:
         engine: LMDeploy's `AsyncEngine`, whose engine was opened with `sot_hooks(run_dir)`.
@@ -49,6 +50,27 @@ def sot_workers(config: SageConfig, engine: Any, run_dir: Path) -> Iterator[Mast
     while not address:  # its control connections come with the first turn of its loop
         address = engine.get_schedule_metrics().sage["pd"]["address"]
     own = config.model_copy(update=NOT_OF_WORKERS)
-    with start_workers(address, run_dir / KEY, own, config.sot_workers) as (master, _):
-        Gauge("sagellm_sot_workers", "Workers of skeleton-of-thought that live.").set_function(lambda: master.num_workers)
-        yield master
+    with start_workers(address, run_dir / KEY, own, config.sot_workers) as workers:
+        workers.keep()
+        REGISTRY.register(_Collector(workers))
+        yield workers.master
+
+
+class _Collector:
+    """Numbers of workers for `/metrics`."""
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+
+    def describe(self) -> list[Metric]:
+        """Empty, so that registration does not scrape."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        workers = self._workers
+        text = "Workers of skeleton-of-thought that live."
+        yield GaugeMetricFamily("sagellm_sot_workers", text, workers.master.num_workers)
+        text = "Workers that were lost: their process or their engine ended, or went on no more."
+        yield CounterMetricFamily("sagellm_sot_worker_losses", text, workers.num_lost)
+        text = "Processes of workers that were started in place of others."
+        yield CounterMetricFamily("sagellm_sot_worker_restarts", text, workers.num_restarted)

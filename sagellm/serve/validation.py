@@ -66,6 +66,9 @@ class RequestValidation:
         self._sot = SkeletonAnswers(engine, self._server.prompts, self._next_session, trouble, sot_group)
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(scope, receive, send)
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -102,6 +105,15 @@ class RequestValidation:
             error = {"message": str(refused), "type": kind, "param": None, "code": refused.status}
             document = {"object": "error", **error, "error": error} | self._gate.answer_of_refusal(is_trusted)
             await _answer(send, refused.status, document)
+
+    async def _live(self, scope: dict, receive: Callable, send: Callable) -> None:
+        """Serve the life of the application, from its start to its end."""
+        preparing = asyncio.ensure_future(self._sot.prepare(self._server.command))
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            preparing.cancel()
+            await asyncio.gather(preparing, return_exceptions=True)
 
     def _run(self, work: Awaitable[Any], left: Awaitable[Any]) -> Awaitable[Any]:
         return self._engine.generate.run(work, left)

@@ -26,6 +26,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_random_model(tmp_path / "model", architecture="llama", **SHAPE)
 
 
+@pytest.mark.slow
 def test_quantized_once_with_its_alignment_report(model):
     controller = AccelController.setup({"enable_quantization": True, "method": "int8"}, model=model, **SETTINGS)
     folder = controller.get_quantized_model()
@@ -44,6 +45,7 @@ def test_quantized_once_with_its_alignment_report(model):
         AlignmentReport.read(folder)
 
 
+@pytest.mark.slow
 def test_guesses_on_the_quantized_model(model):
     config = AccelConfig(enable_quantization=True, method="awq", options={"group_size": 32}, speculative_tokens=4)
     run = AccelController.setup(config, model=model, **SETTINGS).run_speculative_decode(["abc abc abc", "1 2 3 1 2 3"], 48)
@@ -84,6 +86,7 @@ def test_what_is_switched_off(model):
         AccelController.setup({"speculative_tokens": 2}, model=model, **SETTINGS).run_speculative_decode([])
 
 
+@pytest.mark.slow
 def test_demo_of_the_page_runs(tmp_path):
     page = (Path(__file__).parents[2] / "sagellm/accel/quantization/README.md").read_text()
     (demo,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

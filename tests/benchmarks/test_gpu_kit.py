@@ -16,6 +16,7 @@ from sagellm.cli.checks import NOTE, OK, gpu_runs
 PLACE = {"device": "cpu", "model": Path("/nowhere"), "stock": Path("/nowhere")}
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_is_a_finding():
     found = kit.run_part("faults", **PLACE, limit_s=60)
     assert kit.state(found) == "broken" and found["error"] == "exit code 1" and "nowhere" in found["log"]

@@ -153,6 +153,7 @@ def test_other_lookups_than_the_others_are_refused(tmp_path: Path):
 ARGUMENTS = "--block-size 64 --sequences 30 --lookups 16 --rounds 2 --starts 1 --no-alone".split()
 
 
+@pytest.mark.slow
 def test_the_command_writes_json_and_markdown(tmp_path: Path):
     done = CliRunner().invoke(main, [*ARGUMENTS, "--twin", "--out", str(tmp_path), "--json"])
     assert done.exit_code == 0, done.output

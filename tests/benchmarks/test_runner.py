@@ -147,6 +147,7 @@ def assert_died(comparison: Comparison) -> None:
     assert_whole(comparison.out, result)
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_ends_the_benchmark(config: Callable[..., Path], tmp_path: Path):
     comparison = compare([{"name": "one", "server": {"plugins": [dies_at(4 + 2)]}}], config, tmp_path / "out")
     assert_died(comparison)
@@ -188,9 +189,10 @@ def test_ranks_wait_for_each_other(comparison: Comparison):
     assert shares.keys() == {0, 1} and all(0.5 < share < 1 for share in shares.values()), "of both rounds, to their ends"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(
-    ("stop", "rounds", "launches"), [(signal.SIGINT, 500, 1), pytest.param(signal.SIGTERM, 1, 500, marks=pytest.mark.slow)],
+    ("stop", "rounds", "launches"), [(signal.SIGINT, 500, 1), (signal.SIGTERM, 1, 500)],
 )
 def test_a_user_who_has_seen_enough(
     stop: int, rounds: int, launches: int, config: Callable[..., Path], left_behind: Callable, tmp_path: Path

@@ -72,7 +72,7 @@ def test_shipped_components():
 # Groups of real engines, and ranks that load torch anew; `comm_overlap` shows without `-m slow` that ranks are started.
 SLOW = {
     "pd_answers", "pd_faults", "pd_interference",
-    "collective", "comm_fusion", "comm_overhead", "comm_share", "comm_transfer", "kv_transfer", "quantized",
+    "collective", "comm_fusion", "comm_overlap", "comm_overhead", "comm_share", "comm_transfer", "kv_transfer", "quantized",
 }  # fmt: skip
 
 
@@ -122,6 +122,7 @@ def test_unknown_options_are_told_the_known_ones():
         component("hook_call", {"hue": 1, "calls": 2, "colour": 1})
 
 
+@pytest.mark.slow
 def test_components_of_contestants_are_measured_in_turn(tmp_path: Path):
     sides = "[{name: base}, {name: head}]"
     text = f"name: parts\nrounds: 3\ncontestants: {sides}\ncomponents: {{hook_call: {SMALL['hook_call']}}}\n"

@@ -20,6 +20,8 @@ from benchmarks.scenarios import serve
 from benchmarks.scenarios.serve import ServeScenario, Subject
 from benchmarks.server import Server
 
+pytestmark = pytest.mark.slow  # `test_scenarios.py` and `load/` have what needs no server
+
 BLOCK, BLOCKS, OUTPUT = 16, 128, 60  # tokens enough for several chunks also where the machine is busy
 # A token at a time: a round in which every answer came in one chunk would not count.
 SERVER = {

@@ -7,14 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from click.testing import CliRunner
 
-from sagellm.cli import checks, main
+from sagellm.cli import checks
 from sagellm.cli.checks import MISSING, NOTE, OK, Finding
-
-
-def run(*arguments):
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+from tests.commands import run_sagellm as run
 
 
 def test_help_lists_the_commands_and_loads_nothing_heavy():

@@ -4,14 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from sagellm.cli import main
 from sagellm.comm_backend.registry import find_backend
 from sagellm.core.contract import Suite
 from sagellm.core.errors import ConfigError
 from sagellm.core.kinds import KINDS, find_kind
 from sagellm.core.registry import Registry
+from tests.commands import run_sagellm as run
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,10 +71,6 @@ class Raises(Plugin):
     def on_step_end(self, result):
         raise OSError("no disk")
 """
-
-
-def run(*arguments):
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 def text_of(done):
@@ -146,8 +141,8 @@ def test_facts_of_a_list():
         ["check", "migration", "cost", "--options", '{"lifetime": "history"}'],
         ["check", "lifetime", "history"],
         ["check", "routing", "pd"],
-        ["strategy", "check", "Slo-Aware", "--options", '{"default_ttft_s": 0.2}'],
-        ["speculative", "check", "Prompt-Lookup", "--no-engine"],
+        pytest.param(["strategy", "check", "Slo-Aware", "--options", '{"default_ttft_s": 0.2}'], marks=pytest.mark.slow),
+        pytest.param(["speculative", "check", "Prompt-Lookup", "--no-engine"], marks=pytest.mark.slow),
         ["comm", "check", "Memory", "--ranks", "2"],
     ],
     ids=lambda arguments: " ".join(arguments[:3]),
@@ -170,10 +165,10 @@ def test_a_good_one(arguments):
         ("lifetime", "Hasty", "quantile", "the times must not fall"),
         ("routing", "Anywhere", "splits", "cannot be split"),
         ("strategy", "Forgets", "names_all", ""),
-        ("strategy", "SizedStrategy", "options", ""),
+        pytest.param("strategy", "SizedStrategy", "options", "", marks=pytest.mark.slow),
         ("backend", "FromZero", "broadcast", "broadcast from 1 gave"),
         ("channel", "Unbuilt", "builds", "RuntimeError: no"),
-        ("plugin", "Raises", "stays_on", "on_step_end raised"),
+        pytest.param("plugin", "Raises", "stays_on", "on_step_end raised", marks=pytest.mark.slow),
     ],
 )
 def test_a_bad_one_in_this_folder(here, kind, name, rule, message):

@@ -1,16 +1,17 @@
 """`sagellm plan`: sizes against an engine's, what fits, losses, and refusals."""
 
 import json
+from functools import partial
 
 import pytest
-from click.testing import CliRunner
 
 from benchmarks.quantization import packed_bytes
 from sagellm.accel.quantization import make_quantizer
 from sagellm.accel.quantization.cache import quantized_copy
-from sagellm.cli import main
 from sagellm.demo_model.random_model import write_random_model
 from sagellm.engines.lmdeploy.plan import PLAIN, choices
+from tests.commands import run_sagellm
+from tests.sweeps import slow_but
 
 SHAPE = dict(
     num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, hidden_size=256, intermediate_size=384, vocab_size=512,
@@ -30,11 +31,10 @@ def cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "plan-cache"))
 
 
-def plan(*words):
-    return CliRunner().invoke(main, ["plan", *map(str, words)])
+plan = partial(run_sagellm, "plan")
 
 
-@pytest.mark.parametrize("method", [PLAIN, "int8", "fp8", "awq"])
+@pytest.mark.parametrize("method", slow_but([PLAIN, "int8", "fp8", "awq"], PLAIN, "int8"))
 def test_sizes_are_those_of_the_engine(start_engine, folder, method):
     model = folder if method == PLAIN else quantized_copy(folder, make_quantizer(method))
     engine = start_engine(model=model, dtype="bfloat16", kv_schema="int8", block_size=64)

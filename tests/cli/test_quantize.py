@@ -1,13 +1,13 @@
 """`sagellm quantize`."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from sagellm.cli import main
 from sagellm.demo_model.random_model import write_random_model
+from tests.commands import run_sagellm
 
 SHAPE = dict(
     hidden_size=128, num_layers=1, num_heads=4, num_kv_heads=2, intermediate_size=256, vocab_size=512, dtype="bfloat16",
@@ -21,8 +21,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_random_model(tmp_path / "model", architecture="llama", **SHAPE)
 
 
-def run(*arguments: str):
-    return CliRunner().invoke(main, ["quantize", *map(str, arguments)])
+run = partial(run_sagellm, "quantize")
 
 
 def test_a_copy_and_its_report(model, tmp_path):

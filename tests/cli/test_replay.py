@@ -3,22 +3,21 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 import sagellm
-from sagellm.cli import main
 from sagellm.core.events import EventLog
+from tests.commands import run_sagellm
 
 ROOT = Path(sagellm.__file__).parents[1]
 RECENCY = "tests.replay.policies:Recency"
 ARRIVAL = "tests.replay.policies:Arrival"
 
 
-def run(*arguments):
-    return CliRunner().invoke(main, ["replay", *map(str, arguments)])
+run = partial(run_sagellm, "replay")
 
 
 @pytest.fixture

@@ -1,21 +1,20 @@
 """`sagellm replay --schedule`: what it prints, what it refuses, and its exit codes."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from sagellm.cli import main
 from sagellm.replay.schedule.decisions import read_decisions
+from tests.commands import run_sagellm
 
 LOG = Path(__file__).parents[1] / "replay" / "schedule" / "engine.jsonl.gz"
 FIFO, LAST = "tests.scheduler_ir.simulation.made:Fifo", "tests.scheduler_ir.simulation.made:LastFirst"
 CUTS = "tests.scheduler_ir.simulation.made:Cuts"
 
 
-def run(*arguments):
-    return CliRunner().invoke(main, ["replay", *map(str, arguments)])
+run = partial(run_sagellm, "replay")
 
 
 def test_table():

@@ -1,17 +1,15 @@
 """`sagellm speculative`: what it lists, a sweep on a tiny model, the setting that follows, and its exit codes."""
 
 import json
+from functools import partial
 
 import pytest
-from click.testing import CliRunner
 
 from sagellm.accel.speculative.planning.table import LatencyTable, read_table
 from sagellm.accel.speculative.registry import make_speculator, speculator_names
-from sagellm.cli import main
+from tests.commands import run_sagellm
 
-
-def run(*arguments):
-    return CliRunner().invoke(main, ["speculative", *(str(argument) for argument in arguments)])
+run = partial(run_sagellm, "speculative")
 
 
 @pytest.fixture

@@ -76,6 +76,79 @@ class OtherBits(MemoryBackend):
         return Then(super()._start_all_reduce(tensor, op, timeout_s), then)
 
 
+class SkipsOne(MemoryBackend):
+    """Rank 1 takes no part in its second sum."""
+
+    num_sums = 0
+
+    def _start_all_reduce(self, tensor, op, timeout_s):
+        self.num_sums += 1
+        if self.rank == 1 and self.num_sums == 2:
+            return Done()
+        return super()._start_all_reduce(tensor, op, timeout_s)
+
+
+class SwapsTwo(MemoryBackend):
+    """Rank 1 begins the second of two sums under way before the first."""
+
+    kept = None
+
+    def _start_all_reduce(self, tensor, op, timeout_s):
+        if self.rank != 1:
+            return super()._start_all_reduce(tensor, op, timeout_s)
+        if self.kept is None:
+            self.kept = Swapped(super()._start_all_reduce, (tensor, op, timeout_s))
+            return self.kept
+        work, kept, self.kept = super()._start_all_reduce(tensor, op, timeout_s), self.kept, None
+        kept.begin()
+        return work
+
+
+class Swapped(Work):
+    """A sum that begins when the one after it has begun, or somebody asks for its end."""
+
+    def __init__(self, start, arguments):
+        self.start, self.arguments, self.work = start, arguments, None
+
+    def begin(self):
+        self.work = self.work or self.start(*self.arguments)
+        return self.work
+
+    def is_completed(self):
+        return self.begin().is_completed()
+
+    def wait(self):
+        self.begin().wait()
+
+
+class OwnFirst(MemoryBackend):
+    """Each rank adds up in an order of its own, beginning with what it has itself."""
+
+    def _start_all_reduce(self, tensor, op, timeout_s):
+        if op is not ReduceOp.SUM or not tensor.is_floating_point() or not tensor.numel():
+            return super()._start_all_reduce(tensor, op, timeout_s)
+        every = tensor.new_empty(self.world_size, *tensor.shape)
+        work = super()._start_all_gather(every, tensor.clone(), timeout_s)
+
+        def then():
+            total = every[self.rank].clone()
+            for step in range(1, self.world_size):
+                total += every[(self.rank + step) % self.world_size]
+            tensor.copy_(total)
+
+        return Then(work, then)
+
+
+class StalePiece(MemoryBackend):
+    """Rank 1 reads the second half of a large sum before it is there: what the memory had before."""
+
+    def _start_all_reduce(self, tensor, op, timeout_s):
+        half = tensor.view(-1)[tensor.numel() // 2 :]
+        before = half.clone()
+        work = super()._start_all_reduce(tensor, op, timeout_s)
+        return Then(work, lambda: half.copy_(before)) if self.rank == 1 and tensor.numel() > 1000 else work
+
+
 class Rotated(MemoryBackend):
     def _start_all_gather(self, output, tensor, timeout_s):
         work = super()._start_all_gather(output, tensor, timeout_s)
@@ -315,6 +388,10 @@ BREAKS = {
     WithoutLast: ("all_reduce", "collectives"),
     NoMaxOfBytes: ("all_reduce", "collectives"),
     OtherBits: ("same_bits", "collectives"),
+    SkipsOne: ("all_reduce", "collectives"),
+    SwapsTwo: ("asynchronous", "asynchronous"),
+    OwnFirst: ("same_bits", "collectives"),
+    StalePiece: ("all_reduce", "collectives"),
     Rotated: ("all_gather", "collectives"),
     InputChanged: ("all_gather", "collectives"),
     FromZero: ("broadcast", "collectives"),
@@ -343,4 +420,7 @@ BREAKS = {
     Hangs: ("ends", "collectives"),
     SurvivesAnything: ("peer_killed", "killing"),
 }
-FOLLOWS = {Mended: {"deadline"}, Dies: {"all_gather"}, Late: {"broken"}, Crossed: {"reuse"}, FromNobody: {"broken"}}
+FOLLOWS = {
+    StalePiece: {"same_bits"}, Mended: {"deadline"}, Dies: {"all_gather"}, Late: {"broken"}, Crossed: {"reuse"},
+    FromNobody: {"broken"},
+}  # fmt: skip

@@ -7,20 +7,17 @@ from sagellm.comm_backend.contract.rules import PLAYS, RULES, check_backend
 from sagellm.comm_backend.memory import MemoryBackend
 from sagellm.comm_backend.registry import backend_names, find_backend
 from tests.comm_backend.bad_backends import BREAKS, FOLLOWS
+from tests.contract import broken, check_caught, check_kept
 
 HERE = [name for name in backend_names() if not find_backend(name).missing()]
-
-
-def broken(report):
-    return {result.rule: result.message for result in report.results if result.seen and not result.passed}
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", HERE)
 def test_every_backend_keeps_to_it(name, world_size):
     report = check_backend(find_backend(name), world_size=world_size, seed=world_size)
-    assert [result for result in report.results if not result.passed] == []
-    assert [result.rule for result in report.results] == list(RULES) and report.num_events > 40 and report.event_us > 0
+    check_kept(report, RULES)
+    assert report.num_events > 40 and report.event_us > 0
 
 
 # Faults that show after seconds of waiting, which are fewer here. All others keep the contract's own deadlines, which a busy
@@ -43,10 +40,8 @@ def test_each_fault_breaks_its_rule(kind, in_a_hurry):
     rule, play = BREAKS[kind]
     plays = {name: PLAYS[name] for name in ("joining", play) if name}
     report = check_backend(kind, limit_s=8.0 if kind.__name__ == "Hangs" else 20.0, plays=plays)
-    found = broken(report)
-    assert rule in found and not report.passed, found
-    assert set(found) <= {rule} | FOLLOWS.get(kind, set()), found
-    assert f"[scenario {play or 'joining'}, seed 0]" in found[rule] and "of 3: " in found[rule] + "of 3: " * (rule in COMPARED)
+    check_caught(report, rule, FOLLOWS.get(kind, ()), f"[scenario {play or 'joining'}, seed 0]")
+    assert rule in COMPARED or "of 3: " in broken(report)[rule]
 
 
 COMPARED = ("same_bits", "barrier", "ends")  # seen from outside

@@ -3,18 +3,18 @@
 import json
 import math
 import os
+from functools import partial
 
 import pytest
-from click.testing import CliRunner
 
-from sagellm.cli import main
-from sagellm.comm_backend.topology import LinkKind, TopologyInfo, TopologyManager
+from sagellm.comm_backend.topology import LinkKind, Seat, TopologyInfo, TopologyManager
 from sagellm.comm_backend.topology.base import NumaNode, PciDevice
 from sagellm.comm_backend.topology.draw import text_tree
 from sagellm.comm_backend.topology.links import pci_path
 from sagellm.comm_backend.topology.placement import place_engines, place_workers
 from sagellm.core.errors import CommError, ConfigError
 from tests.comm_backend.sysfs_tree import Tree, nvml, two_sockets
+from tests.commands import run_sagellm
 
 GPUS = ["0000:19:00.0", "0000:1d:00.0", "0000:21:00.0", "0000:81:00.0"]
 
@@ -29,8 +29,27 @@ def tree(tmp_path):
     return Tree(tmp_path / "sys")
 
 
-def run(*arguments):
-    return CliRunner().invoke(main, ["topology", *(str(argument) for argument in arguments)])
+def test_backends_are_proposed_by_where_workers_run(machine, tmp_path):
+    def proposed(*seats):
+        found = machine.candidates([Seat("a", *seat) for seat in seats])
+        return " ".join(found.backends), found.reason
+
+    assert proposed(((0, 1),), ((2,),)) == ("group shm", "workers share the memory of one host, on numa0")
+    names, why = proposed(((0,),), ((16,),))
+    assert names == "group shm" and "numa0, numa1, at most 2.1 times as far" in why
+    far = machine.candidates([Seat("a"), Seat("b"), Seat("b")])
+    assert far.backends == ("group",) and "2 hosts" in far.reason
+    assert "gpu0 and gpu1 are joined by PXB" in proposed(((), 0), ((), 1))[1]
+    names, why = proposed(((), 0), ((), 1), ((), 3))
+    assert names == "group" and "gpu0 and gpu3 are joined by SYS" in why
+    assert "the links of gpu9 are unknown" in proposed(((), 0), ((), 9))[1]
+    linked = TopologyManager(two_sockets(tmp_path / "sys").root, nvml(GPUS, {0: [GPUS[1]] * 4, 1: [GPUS[0]] * 4}))
+    assert "joined by NV4" in linked.candidates([Seat("a", (), 0), Seat("a", (), 1)]).reason
+    empty = TopologyManager(info=TopologyInfo()).candidates([Seat("a", (0,)), Seat("a", (1,))])
+    assert empty.backends == ("group", "shm") and "unknown NUMA node" in empty.reason
+
+
+run = partial(run_sagellm, "topology")
 
 
 def test_devices_of_two_sockets(machine):

@@ -1,14 +1,16 @@
 """The contracts hold for our routers and kinds, and see what is broken."""
 
 import itertools
+import random
 from collections import Counter, OrderedDict, deque
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from sagellm.cli.main import main
-from sagellm.control_plane.base import EngineView, RouteChoice, Router, RouteRequest
+from sagellm.control_plane.base import Candidates, EngineView, RouteChoice, Router, RouteRequest
 from sagellm.control_plane.contract import ENGINE_SUITE, ROUTER_SUITE
 from sagellm.control_plane.kinds.openai import OpenAIEndpoint
 from sagellm.control_plane.registry import ROUTERS, make_router
@@ -129,14 +131,14 @@ def test_order_prefers_devices_until_they_are_full():
 
 def test_prefix_goes_where_the_prompt_began_up_to_a_bound_of_load():
     router = make_router("prefix", slack=2)
-    talk = b"system prompt " * 20
+    talk = b"system prompt " * 40
     first = router.choose(RouteRequest(5, prompt=talk), views(a=0, b=1))
     assert first.engine == "a" and first.reason == "least load"
     again = router.choose(RouteRequest(5, prompt=talk + b"more"), views(a=2, b=0))
-    assert again.engine == "a" and again.reason == "longest prefix" and "of 284 bytes" in again.detail
+    assert again.engine == "a" and again.reason == "longest prefix sent" and "512 of 564 bytes" in again.detail
     busy = router.choose(RouteRequest(5, prompt=talk), views(a=3, b=0))
     assert busy.engine == "b" and "which has 3 requests" in busy.detail
-    assert router.choose(RouteRequest(5, prompt=b"another " * 40), views(a=0, b=0)).reason == "least load"
+    assert router.choose(RouteRequest(5, prompt=b"another " * 80), views(a=0, b=0)).reason == "least load"
     router.forget("a")
     router.forget("b")
     assert router.choose(RouteRequest(5, prompt=talk), views(a=0, b=0)).reason == "least load"
@@ -145,11 +147,41 @@ def test_prefix_goes_where_the_prompt_began_up_to_a_bound_of_load():
 def test_prefix_forgets_the_oldest_prompts():
     router = make_router("prefix", capacity=8)
     for number in range(100):
-        router.choose(RouteRequest(5, prompt=b"%4d" % number * 64), views(a=0))
-    assert router._sent["a"].index.num_blocks() == 8
-    router._sent["a"].index.check()
-    assert router.choose(RouteRequest(5, prompt=b"%4d" % 99 * 64), views(a=0)).reason == "longest prefix"
-    assert router.choose(RouteRequest(5, prompt=b"%4d" % 3 * 64), views(a=0)).reason == "least load"
+        router.choose(RouteRequest(5, prompt=b"%4d" % number * 256), views(a=0))
+    assert len(router._sent["a"]) == len(router._holders) == 8
+    assert router.choose(RouteRequest(5, prompt=b"%4d" % 99 * 256), views(a=0)).reason == "longest prefix sent"
+    assert router.choose(RouteRequest(5, prompt=b"%4d" % 3 * 256), views(a=0)).reason == "least load"
+
+
+def test_prefix_forgets_the_end_of_a_prompt_first():
+    router = make_router("prefix", capacity=6, min_share=0)
+    long, other = bytes(range(256)) * 4, bytes(reversed(range(256))) * 4
+    for prompt in (long, other):
+        router.choose(RouteRequest(5, prompt=prompt), views(a=0))
+    assert "512 of 1024 bytes" in router.choose(RouteRequest(5, prompt=long), views(a=0)).detail
+    router.forget("a")
+    assert not router._holders and not router._sent
+
+
+def test_the_least_load_is_known_as_loads_change():
+    """Against a look at all engines, with a thousand changes."""
+    chance = random.Random(3)
+    engines = {f"e{number}": SimpleNamespace(num=0, sent=0) for number in range(9)}
+
+    def view(name):
+        return EngineView(name, "hybrid", num_running=engines[name].num, num_sent=engines[name].sent)
+
+    names = {name: name for name in engines}
+    among = Candidates(names, view, lambda name: view(name).queue)
+    assert [one.engine_id for one in among] == sorted(engines) and among.has("e3") and not among.has("e9")
+    for _ in range(1000):
+        name = chance.choice(sorted(engines))
+        engines[name].num, engines[name].sent = chance.randint(0, 5), engines[name].sent + 1
+        among.note(name)
+        assert among.least() == min(map(view, engines), key=lambda one: one.queue)
+    left = among.without({"e0", "e1"})
+    assert left.names == [f"e{number}" for number in range(2, 9)]
+    assert left.least() == min(map(view, left.names), key=lambda one: one.queue)
 
 
 
@@ -158,14 +190,16 @@ def hit_share(router, num_engines=4, capacity=1000, num_running=16):
     """Share of blocks of conversations that engines with small caches have where the router sends them."""
     trace = generate("conversation:requests=3000,seed=1")
     caches = {f"e{number}": OrderedDict() for number in range(num_engines)}
-    running = deque(maxlen=num_running)
+    running, sent = deque(maxlen=num_running), Counter()
     num_hits = 0
     for start, end in itertools.pairwise(trace.offsets.tolist()):
         keys = trace.keys[start:end]
-        prompt = np.repeat(keys, 8).tobytes()  # 64 bytes for each block of 64 tokens
+        prompt = np.repeat(keys, 32).tobytes()  # 256 bytes for each block of 64 tokens
         loads = Counter(running)
-        name = router.choose(RouteRequest(len(prompt), prompt=prompt), views(**{one: loads[one] for one in caches})).engine
+        engines = [EngineView(one, "hybrid", num_running=loads[one], num_sent=sent[one]) for one in caches]
+        name = router.choose(RouteRequest(len(prompt), prompt=prompt), engines).engine
         running.append(name)
+        sent[name] += 1
         cache, is_cached = caches[name], True
         for key in keys.tolist():
             is_cached = is_cached and key in cache

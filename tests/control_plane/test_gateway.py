@@ -3,8 +3,11 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
+import subprocess
 import threading
+from html.parser import HTMLParser
 
 import httpx
 import psutil
@@ -15,6 +18,7 @@ from sagellm.control_plane.relay import as_openai
 from tests.control_plane.endpoint import Endpoint, Paced
 
 PATH = "/v1/completions"
+CHROMIUM = shutil.which("chromium")
 
 
 def ask(manager, key=None, path=PATH, **fields):
@@ -254,7 +258,7 @@ def test_the_end_of_the_manager_ends_streams_with_an_error(start_manager):
         task = threading.Thread(target=lambda: found.append(ask(manager, stream=True)))
         task.start()
         wait_until("the first token", lambda: manager._fleet.metrics.registry.get_sample_value(
-            "sagellm_gateway_first_byte_seconds_count"))  # fmt: skip
+            "sagellm_gateway_first_byte_seconds_count", {"kind": ""}))  # fmt: skip
         manager.stop()
         task.join()
         assert texts(found[0]) == ["p0"] and "the gateway is ending" in found[0].text
@@ -289,6 +293,69 @@ def test_the_page_and_its_figures(start_manager):
         for name in ("sagellm_control_start_seconds", 'sagellm_control_register_seconds{engine="a"}',
                      "sagellm_control_health_share 1.0", 'sagellm_control_engines{state="ready"} 1.0'):  # fmt: skip
             assert name in text
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt install chromium")
+def test_the_page_in_a_browser(start_manager, tmp_path):
+    """It shows what /control/engines says, as text: a name of a client is no HTML. With keys it asks for one."""
+    manager = start_manager()
+    with Endpoint() as engine:
+        manager.register_engine("a", "openai", url=engine.url, device="cuda")
+        manager.register_engine("<b>b", "openai", url=engine.url)
+        manager.drain_engine("<b>b")
+        ask(manager)
+        shown = page_of(manager, tmp_path)
+    (heads, first, second), routes, decisions = (shown[name] for name in ("engines", "routes", "decisions"))
+    assert heads[:6] == ["engine", "group", "role", "kind", "state", "device"] and len(first) == len(second) == len(heads)
+    assert first[:7] == ["a", "", "hybrid", "openai", "ready", "cuda", "0"] and first[heads.index("served")] == "1"
+    assert second[:5] == ["<b>b", "", "hybrid", "openai", "draining"]
+    assert routes[1:] == [["m", "a, <b>b"]]
+    assert decisions[1][1:5] == ["m", PATH, "a", "least-load: least load"]
+    assert "1 of health" not in shown["facts"] and "100% of health checks succeeded" in shown["facts"] and shown["note"] == ""
+    guarded = start_manager(api_key="k")
+    shown = page_of(guarded, tmp_path)
+    assert "API key is missing" in shown["note"] and shown["engines"] == []
+
+
+def page_of(manager, folder):
+    """Return what a browser shows: by id, rows of cells of a table, and the text of anything else."""
+    command = [
+        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-proxy-server", f"--user-data-dir={folder / 'browser'}",
+        "--virtual-time-budget=3000", "--dump-dom", manager.url + "/ui",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    reader = PageReader()
+    reader.feed(done.stdout)
+    return reader.found
+
+
+class PageReader(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.found, self._id = {}, None
+
+    def handle_starttag(self, tag, attributes):
+        if "id" in (given := dict(attributes)):
+            self._id = given["id"]
+            self.found[self._id] = [] if tag == "table" else ""
+        elif self._id is None:
+            return
+        elif tag == "tr":
+            self.found[self._id].append([])
+        elif tag in ("td", "th"):
+            self.found[self._id][-1].append("")
+
+    def handle_endtag(self, tag):
+        if tag in ("table", "p"):
+            self._id = None
+
+    def handle_data(self, data):
+        if self._id is None or not data.strip():
+            return
+        if isinstance(self.found[self._id], list):
+            self.found[self._id][-1][-1] += data
+        else:
+            self.found[self._id] += data
 
 
 def test_decisions_and_ends_are_recorded(start_manager, tmp_path):

@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -102,13 +103,17 @@ def test_an_engine_of_ours_gets_the_settings_that_were_given(tmp_path):
     assert not file.parent.exists()
 
 
-def test_restarts_are_tried_later_each_time(start_manager):
+@pytest.mark.parametrize(("healthy_s", "pauses"), [(3600.0, ["0.5", "1"]), (0.0, ["0", "0.5"])])
+def test_restarts_are_tried_later_each_time(start_manager, monkeypatch, caplog, healthy_s, pauses):
+    """The first one of an engine that served for long comes at once."""
+    monkeypatch.setattr("sagellm.control_plane.engine.HEALTHY_S", healthy_s)
     manager = start_manager(wait_s=0.1)
     manager.register_engine("a", Stubborn())
     os.kill(manager.engines()[0]["pid"], 9)
     wait_until("three starts", lambda: manager.engines()[0]["starts"] >= 3, 60)
     (engine,) = manager.engines()
     assert "no memory is left" in engine["why"] and engine["state"] in ("failed", "restarting")
+    assert re.findall(r"It is tried again in (\S+) s", caplog.text)[:2] == pauses
     assert ask(manager, model="paced").status_code == 503
     manager.unregister_engine("a")
     assert manager.engines() == []

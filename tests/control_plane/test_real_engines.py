@@ -13,6 +13,8 @@ from sagellm.control_plane.manager import ControlPlaneManager
 from tests.conftest import SHAPE
 from tests.control_plane.test_gateway import metric
 
+pytestmark = pytest.mark.slow  # `test_scaling.py` has a real engine behind a manager
+
 NUM_PROMPTS, NUM_TOKENS = 6, 24
 PROMPTS = [f"prompt {number} of the test" for number in range(NUM_PROMPTS)]
 
@@ -37,6 +39,22 @@ def complete(client, prompt, stream=False):
     return "".join(each.choices[0].text for each in answer) if stream else answer.choices[0].text
 
 
+def is_right(client, number, expected, broken):
+    """Ask, every other time for a stream. A stream that breaks is right so far, and `broken` gets its text and its error."""
+    prompt, got = PROMPTS[number % NUM_PROMPTS], ""
+    try:
+        if number % 2:
+            return complete(client, prompt) == expected[prompt]
+        for each in client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=NUM_TOKENS, temperature=0, stream=True
+        ):
+            got += each.choices[0].text
+    except APIError as error:
+        broken.append((got, str(error)))
+        return expected[prompt].startswith(got)
+    return got == expected[prompt]
+
+
 @pytest.fixture(scope="module")
 def expected(client):
     return {prompt: complete(client, prompt) for prompt in PROMPTS}
@@ -58,23 +76,8 @@ def test_an_engine_that_is_killed_under_load_loses_no_request_that_had_sent_noth
     first = manager.engines()[0]
     broken = []
 
-    def ask(number):
-        prompt, stream = PROMPTS[number % NUM_PROMPTS], number % 2 == 0
-        got = ""
-        try:
-            if not stream:
-                return complete(client, prompt) == expected[prompt]
-            for each in client.completions.create(
-                model="tiny", prompt=prompt, max_tokens=NUM_TOKENS, temperature=0, stream=True
-            ):
-                got += each.choices[0].text
-        except APIError as error:
-            broken.append((got, str(error)))
-            return expected[prompt].startswith(got)
-        return got == expected[prompt]
-
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(ask, number) for number in range(60)]
+        asked = [pool.submit(is_right, client, number, expected, broken) for number in range(60)]
         wait_until("requests on both", lambda: all(one["running"] and one["served"] for one in manager.engines()))
         os.kill(first["pid"], signal.SIGKILL)
         assert all(each.result() for each in asked)
@@ -86,7 +89,6 @@ def test_an_engine_that_is_killed_under_load_loses_no_request_that_had_sent_noth
     assert [complete(client, prompt) for prompt in PROMPTS] == list(expected.values())
 
 
-@pytest.mark.slow
 def test_an_engine_comes_back(manager, client, expected):
     first = manager.engines()[0]
     os.kill(first["pid"], signal.SIGKILL)

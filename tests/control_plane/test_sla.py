@@ -3,12 +3,12 @@
 import dataclasses
 import json
 import math
+import shutil
 
+import psutil
 import pytest
 import yaml
-from click.testing import CliRunner
 
-from sagellm.cli import main
 from sagellm.control_plane.config import ManagerConfig
 from sagellm.control_plane.kinds.group import PDGroup
 from sagellm.control_plane.manager import ControlPlaneManager
@@ -19,10 +19,12 @@ from sagellm.control_plane.sla.measure import Grid, measure_profile
 from sagellm.control_plane.sla.profile import Point, SetupCosts, SLAProfile, errors_of, read_profile
 from sagellm.control_plane.sla.settings import manager_yaml
 from sagellm.control_plane.sla.simulate import Fleet, simulate
+from sagellm.core.config import SageConfig
 from sagellm.core.errors import CapacityError, ConfigError, SageError
 from sagellm.core.step_times import num_pairs
 from sagellm.kv_policy.migration.cost_model import Link
 from sagellm.replay.schedule.metrics import Targets
+from tests.commands import run_sagellm as run
 
 AXES = ["--concurrency", "1,2", "--prompt-tokens", "16,32,48", "--steps", "6", "--rounds", "1"]
 SETTINGS = {"device": "cpu", "threads": 1}
@@ -31,10 +33,6 @@ FACTS = {
     **{f"block_bytes_{workers}": 64 * 1000 // workers for workers in (1, 2)},
 }  # fmt: skip
 TARGETS = Targets(0.5, 0.05)
-
-
-def run(*words):
-    return CliRunner().invoke(main, [*map(str, words)])
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +95,7 @@ def test_a_run_that_is_started_again_measures_only_what_is_missing(measured, tmp
     ("words", "says"),
     [
         (["--kv-schema", "int8"], "has points of another run: its settings is"),
+        (["--engines", 2], "has points of another run: its engines is 1, and here 2"),
         (["--concurrency", "1,2", "--prompt-tokens", "16,32"], "4 points of concurrency and prompt length; give at least 6"),
         (["--prompt-tokens", "16,32,0"], "give whole numbers from 1"),
     ],
@@ -106,6 +105,23 @@ def test_a_profile_that_cannot_be_measured(measured, words, says):
     before = file.read_bytes()
     done = run("profile", "sla", folder, "--out", file, *AXES, "--device", "cpu", "--threads", 1, *words)
     assert done.exit_code in (1, 2) and says in done.stderr and file.read_bytes() == before
+
+
+@pytest.mark.slow
+def test_an_engine_beside_the_measured_one(measured, tmp_path):
+    folder, file, _ = measured
+    before = {each.pid for each in psutil.Process().children(recursive=True)}
+    done = run("profile", "sla", folder, "--out", tmp_path / "p.json", *AXES, "--device", "cpu", "--threads", 1, "--engines", 2)
+    assert done.exit_code == 0, done.output
+    beside, alone = read_profile(tmp_path / "p.json"), read_profile(file)
+    assert beside.facts["engines"] == 2 and alone.facts["engines"] == 1 and len(beside.points) == len(alone.of((1, 0)))
+    left = {each.pid for each in psutil.Process().children(recursive=True) if "resource_tracker" not in "".join(each.cmdline())}
+    assert left <= before
+    broken = tmp_path / "model"
+    shutil.copytree(folder, broken)
+    (broken / "config.json").write_text("{}")
+    with pytest.raises(SageError), measure._neighbours(1, SageConfig(model=broken, device="cpu"), 1, 8):
+        pass
 
 
 def test_a_prompt_beyond_the_model_is_named(measured, tmp_path):
@@ -148,6 +164,23 @@ def test_between_points_and_the_error_of_those_left_out():
     assert errors_of(off)["decode"].p90 > 0.1
     assert SetupCosts(off).step_s(4, 4 * 512) > 1.3 * law(1, 0, 4, 512)
     assert errors_of(off[:5]) == {}
+
+
+def test_plans_take_the_mean_speed_of_the_machine_and_errors_the_quickest_rounds(tmp_path):
+    profile, quick = SLAProfile(facts=FACTS), point(1, 0, 4, 512)
+    assert made().slowdown == 1.0, "a file of before has no means"
+    for factor in (1.0, 2.0):  # rounds in which the machine was quick and slow
+        for place in [(n, tokens) for n in (1, 4, 16) for tokens in (64, 512, 2048)]:
+            each = point(1, 0, *place)
+            seconds = factor * each.step_s
+            profile = profile.add(each.model_copy(update={"step_s": seconds, "mean_step_s": seconds}))
+    assert profile.slowdown == pytest.approx(1.5) and {each.rounds for each in profile.points} == {2}
+    (errors,) = profile.errors.values()
+    assert errors["decode"].median < 1e-6
+    assert profile.costs((1, 0)).step_s(4, 4 * 512) == pytest.approx(1.5 * quick.step_s, rel=1e-3)
+    assert profile.costs((1, 0)).prefill_s((1, 100, 0)) == pytest.approx(1.5 * 0.05, rel=1e-3)
+    profile.write(tmp_path / "p.json")
+    assert read_profile(tmp_path / "p.json").slowdown == pytest.approx(1.5)
 
 
 def test_a_fleet_on_the_virtual_clock():
@@ -199,6 +232,7 @@ def test_the_fewest_devices_that_meet_the_targets():
         assert shares[0] >= 0.95 > shares[1]
 
 
+@pytest.mark.slow
 def test_tensor_parallel_and_guesses_where_nothing_else_is_quick_enough():
     tight = Targets(0.5, 0.016)  # a step of one device takes 21 ms
     plan = chosen(1, made(workers=(1, 2)), targets=tight)
@@ -211,6 +245,7 @@ def test_tensor_parallel_and_guesses_where_nothing_else_is_quick_enough():
     assert chosen(1, made(lookaheads=(0, 4)), acceptance=0.0).fleet.lookahead == 0
 
 
+@pytest.mark.slow
 def test_memory_bounds_the_pool():
     room = 16 * FACTS["block_bytes"]
     plan = chosen(2, memory=room + 1000, weight_bytes=1000)
@@ -220,6 +255,7 @@ def test_memory_bounds_the_pool():
         chosen(2, memory=1000, weight_bytes=1000)
 
 
+@pytest.mark.slow
 def test_a_plan_is_a_file_for_the_manager(measured):
     folder, file, _ = measured
     profile = read_profile(file)
@@ -232,9 +268,9 @@ def test_a_plan_is_a_file_for_the_manager(measured):
         assert told["state"] == "ready" and told["models"] == [folder.name]
     split = yaml.safe_load(manager_yaml(profile, Fleet(2, prefill=1, max_batch_size=2, kv_blocks=20), str(folder)))
     (group,) = split["engines"].values()
-    command = PDGroup(**{name: value for name, value in group.items() if name != "kind"}).command(1)
-    assert command[command.index("--prefill") + 1] == "1" and command[command.index("--decode") + 1] == "2"
-    assert command[command.index("--kv-blocks") + 1] == "20" and command.index("--kv-blocks") > command.index("--")
+    made = PDGroup(**{name: value for name, value in group.items() if name != "kind"})
+    assert made.numbers == {"prefill": 1, "decode": 2, "hybrid": 0}
+    assert group["flags"][group["flags"].index("--kv-blocks") + 1] == "20"
 
 
 def test_the_command_plans_from_a_measured_profile(measured, tmp_path):

@@ -50,6 +50,7 @@ def serve(env, folder, model):
     return ServerProcess(folder, "--device", "acme", "--model", model, *options, env=env | {"ACME_MARK": str(folder / "mark")})
 
 
+@pytest.mark.slow
 def test_from_the_package_to_the_router(env, tmp_path, model_folder, start_manager):
     assert row().state == checks.NOTE and row().command == "sagellm check device acme" and "acme-device 1.0" in row().text
     checked = sagellm(env, "check", "device", "acme", "--json")

@@ -75,7 +75,7 @@ GROUP = {"role": "decode", "proxy_url": "http://a:1", "key_file": "key"}
         *(({"pd": {"proxy_url": url}}, "pd.proxy_url: .*give http://host:port") for url in BAD_URLS),
         ({"sot_workers": 65}, "sot_workers: .*less than or equal to 64, got 65"),
         ({"sot_workers": 1, "engine": "turbomind"}, "sot_workers needs the engine pytorch"),
-        ({"sot_workers": 1, "pd": GROUP}, "sot_workers and a role in a prefill/decode group exclude each other"),
+        ({"sot_workers": 1, "pd": GROUP}, "sot_workers and settings of a prefill/decode group exclude each other"),
         ({"kv_blocks": 64, "kv_memory_share": 0.5}, "kv_blocks and kv_memory_share both size the KV pool"),
     ],
 )

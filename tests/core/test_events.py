@@ -4,9 +4,9 @@ import gc
 import json
 import subprocess
 import sys
-import threading
 import weakref
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -67,11 +67,8 @@ def test_two_logs_append_to_one_file(tmp_path):
 
 def test_writing_does_not_wait_for_the_file(tmp_path):
     log = EventLog(tmp_path / "events.jsonl")
-    threads = [threading.Thread(target=log.write, args=("tick",)) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(log.write, ["tick"] * 8))
     log.close()
     assert sorted(line["n"] for line in read(tmp_path / "events.jsonl")) == list(range(8))
 

@@ -47,6 +47,7 @@ def visible(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
 
 
+@pytest.mark.slow
 def test_same_recipe_same_bytes(tmp_path: Path, tiny_recipe: DemoRecipe, tiny_folder: Path):
     again = ensure_demo_model(tmp_path, recipe=tiny_recipe)
     assert weights_hash(again) == weights_hash(tiny_folder)
@@ -102,6 +103,7 @@ def test_two_processes_train_once(tmp_path: Path, tiny_recipe: DemoRecipe):
     assert (first.returncode, second.returncode) == (0, 0)
 
 
+@pytest.mark.slow
 def test_force_trains_again(tmp_path: Path, tiny_recipe: DemoRecipe):
     folder = tmp_path / "model"
     assert build_at(folder, tiny_recipe)[1] is False

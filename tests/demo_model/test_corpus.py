@@ -60,6 +60,7 @@ def test_test_packages_are_skipped(tmp_path: Path):
     assert [str(path.relative_to(tmp_path)) for path in source_files(tmp_path)] == ["a/c.py", "b.py"]
 
 
+@pytest.mark.slow
 def test_corpus_of_this_python_is_the_same_each_time():
     recipe = DemoRecipe(max_files=40, max_functions=60, max_plain=10)
     corpus = build_corpus(recipe)

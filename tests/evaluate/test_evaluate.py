@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from sagellm.evaluate.models import EngineModel, ScoredModel, TransformersModel
 from sagellm.evaluate.report import QualityReport, compare_reports, markdown
 from sagellm.evaluate.run import Options, divergence, evaluate
 from sagellm.models.texts import chunks, fixed_texts, prompts
+from tests.commands import run_sagellm
 
 SMALL = Options(tokens=512, chunk=64, answers=6, answer_tokens=8)
 
@@ -165,6 +167,7 @@ def test_models_that_cannot_be_compared(model_folder, reference):
         evaluate("tiny", model_folder("llama"), [reference], Options(chunk=600))
 
 
+@pytest.mark.slow
 def test_the_command_writes_report_and_plots(model_folder, tmp_path, monkeypatch):
     def noisy(*args):  # as LMDeploy's log when it is imported
         print("noise")
@@ -188,13 +191,13 @@ def test_the_command_writes_report_and_plots(model_folder, tmp_path, monkeypatch
     assert refused.exit_code == 2 and refused.stderr.startswith("error: ")
 
 
-def run(*words):
-    return CliRunner().invoke(main, ["evaluate", *map(str, words)])
+run = partial(run_sagellm, "evaluate")
 
 
 FEW = ("--device", "cpu", "--tokens", 1024, "--answers", 0)
 
 
+@pytest.mark.slow
 def test_models_of_one_name_are_told_apart(model_folder, tmp_path):
     copy = tmp_path / "other" / "llama"
     shutil.copytree(model_folder("llama"), copy)

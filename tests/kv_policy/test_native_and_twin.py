@@ -10,6 +10,7 @@ from sagellm.kv_policy.contract.world import World
 from sagellm.kv_policy.object_cache import ReferenceObjectCache
 from sagellm.replay.prefix import replay_prefix_reference
 from tests.kv_policy.access import zipf
+from tests.sweeps import slow_but
 
 NAMES = [name for name in policy_names() if name != "belady"]
 TOTALS = ("retries", "retry_hit_blocks", "retry_blocks", "num_evicted", "num_evicted_soon", "num_preempted", "num_oversized")
@@ -48,7 +49,7 @@ class Both(EvictionPolicy):
 @pytest.mark.parametrize("name", NAMES)
 def test_they_answer_alike(name):
     for capacity in (1, 5, 24):
-        for seed in range(6):
+        for seed in range(3):
             both = Both(name, capacity)
             faults = []
             play(World(both, capacity, seed, lambda rule, message, faults=faults: faults.append((rule, message))), 150)
@@ -71,7 +72,7 @@ def forest(seed: int, requests: int, width: int, depth: int) -> tuple[np.ndarray
 
 
 @pytest.mark.parametrize("name", policy_names())
-@pytest.mark.parametrize("capacity", [1, 2, 3, 7, 20, 64, 150])
+@pytest.mark.parametrize("capacity", slow_but([1, 2, 3, 7, 20, 64, 150], 1, 20))
 def test_flat(name, capacity):
     """The native flat cache has its own queues; the plain one asks the policy behind the contract, native or not."""
     for seed, num_objects in ((1, 40), (2, 300)):
@@ -84,7 +85,7 @@ def test_flat(name, capacity):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("running, outputs, soon", [(1, False, None), (3, False, 5), (4, True, 40)])
+@pytest.mark.parametrize("running, outputs, soon", slow_but([(1, False, None), (3, False, 5), (4, True, 40)], (4, True, 40)))
 def test_prefixes(name, running, outputs, soon):
     for seed, capacity in ((1, 12), (2, 30), (3, 31), (4, 100)):
         keys, offsets = forest(seed, 400, 4, 9)

@@ -1,6 +1,6 @@
 """The flat cache in C++: what must always hold, which keys and options it takes. Its decisions: `test_native_and_twin`."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -82,19 +82,16 @@ def test_keys_are_integers_of_64_bits():
 def test_one_thread_at_a_time():
     keys = zipf(1, 400_000, 5000)
     cache = _core.ObjectCache("lru", 1000)
-    seen: list[str] = []
 
-    def work():
+    def work(_):
         try:
             cache.access_many(keys)
         except RuntimeError as error:
-            seen.append(str(error))
+            return str(error)
+        return ""
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as threads:
+        seen = list(filter(None, threads.map(work, range(3))))
     assert all("another thread uses this ObjectCache" in words for words in seen)
     assert len(cache) == 1000 == len(set(cache.keys().tolist()))
 

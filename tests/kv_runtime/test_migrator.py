@@ -1,7 +1,6 @@
 """Moves between stores: whole or not at all, in the order asked, each block once."""
 
-import threading
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -172,11 +171,8 @@ def test_many_threads_ask_and_cancel(tmp_path: Path):
                 continue
             assert {*result.moved} | result.refused.keys() == {*keys}
 
-    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT_S)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(ask, range(4)))
     setup.migrator.close()
     assert sorted({*setup.host.keys(), *setup.disk.keys()}) == [0, 1, 2, 3]
     setup.check()

@@ -7,6 +7,7 @@ import pytest
 from sagellm.kv_policy.registry import make_policy, policy_names
 from sagellm.replay.verify import verify_log
 from tests.kv_runtime.workload import Engine, manager_of, requests
+from tests.sweeps import slow_but
 
 
 def lines_of(name, seed, reference):
@@ -23,7 +24,10 @@ def lines_of(name, seed, reference):
     return lines
 
 
-@pytest.mark.parametrize("name", [name for name in policy_names() if name != "belady"])  # which needs the future
+ONLINE = [name for name in policy_names() if name != "belady"]  # which needs the future
+
+
+@pytest.mark.parametrize("name", slow_but(ONLINE, "lru", "arc", "s3fifo", "gdsf"))
 def test_native_and_twin_and_their_record(name, tmp_path):
     for seed in range(3):
         lines = lines_of(name, seed, reference=False)

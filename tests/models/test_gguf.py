@@ -201,6 +201,7 @@ def check_ids(folder, kinds):
             assert token_ids.digest(token_ids.our_ids(path)[0]) == KINDS[name]["sha256"], name
 
 
+@pytest.mark.slow
 def test_token_ids_are_llama_cpps(tmp_path, monkeypatch):
     monkeypatch.setattr(token_ids, "KINDS", ("smollm",))
     check_ids(tmp_path, ("smollm", "llama, with a space in front"))
@@ -239,6 +240,7 @@ def test_processes_that_convert_at_once(file):
     assert sorted(path.suffix for path in models_dir().iterdir() if path.name.startswith(".")) == [".lock"]
 
 
+@pytest.mark.slow
 def test_a_conversion_that_is_killed_starts_again(tmp_path):
     """Killed at ten moments, from the start of Python to the end of the conversion."""
     file = tmp_path / "tiny.gguf"
@@ -354,6 +356,7 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
         convert_gguf(tmp_path / "tiny.gguf", "tiny")
 
 
+@pytest.mark.slow
 def test_the_default_model_is_whole_and_converts_in_little_memory(tmp_path):
     """At most twice the size of its weights, which are 538 MB in float32."""
     start = os.times().children_user

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,9 @@ from sagellm.models import ModelError, find_model, packaged, prepare_model
 from sagellm.models.convert import convert_gguf
 from sagellm.models.folder import check_folder, num_weights
 from sagellm.models.local import remove_model
+from tests.commands import run_sagellm
 
-
-def run(*arguments):
-    return CliRunner().invoke(main, ["model", *map(str, arguments)])
+run = partial(run_sagellm, "model")
 
 
 def test_names_folders_and_files(tmp_path, monkeypatch):
@@ -55,6 +55,7 @@ def test_without_the_package_the_demo_model_takes_its_place(monkeypatch, capsys,
     assert "smollm2 is not installed; the demo model" in said and said.count("\n") == 1 and packaged.GET in said
 
 
+@pytest.mark.slow
 def test_a_hub_id_without_a_network(monkeypatch, tmp_path):
     """In a process of its own: the hub's library reads its settings when it is imported."""
     environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}

@@ -136,6 +136,7 @@ def capsule(value: Table, name: bytes = CAPSULE) -> object:
     return new(ctypes.addressof(value), name, None)
 
 
+@pytest.mark.slow
 def test_from_python(engine: ModuleType) -> None:
     before = engine.sage_query()
     assert before == before | {"abi": ABI, "capsule": CAPSULE.decode(), "struct_size": SIZE, "installed": False}
@@ -146,6 +147,7 @@ def test_from_python(engine: ModuleType) -> None:
     assert engine.sage_query() == before
 
 
+@pytest.mark.slow
 def test_from_python_a_foreign_object_is_refused(engine: ModuleType) -> None:
     good, other, short = table(), table(abi=3), table(struct_size=8)
     name = b"dltensor"

@@ -99,6 +99,7 @@ def test_first_run_installs_and_patches_and_the_second_does_nothing(checkout: Ch
     assert "nothing to do" in result.stdout and result.stderr == ""
 
 
+@pytest.mark.slow
 def test_what_decides_the_environment_leads_to_a_new_set_up(checkout: Checkout) -> None:
     assert checkout.run().returncode == 0 and len(checkout.installed()) == CALLS
     pins = checkout.root / "third_party/requirements/test.txt"
@@ -113,6 +114,7 @@ def test_what_decides_the_environment_leads_to_a_new_set_up(checkout: Checkout) 
     assert checkout.run().returncode == 0 and checkout.installed() == []  # it remembers
 
 
+@pytest.mark.slow
 def test_native_sources_lead_to_a_new_build_and_so_does_a_lost_extension(checkout: Checkout) -> None:
     assert checkout.run().returncode == 0 and len(checkout.installed()) == CALLS
     native = checkout.root / "sagellm/csrc"
@@ -137,6 +139,7 @@ def test_what_the_extension_needs_is_asked_for_before_anything_is_installed(chec
     assert "apt install g++" in result.stderr and checkout.installed() == []
 
 
+@pytest.mark.slow
 def test_a_failed_installation_is_tried_again(checkout: Checkout) -> None:
     result = checkout.run(PIP_FAILS="1")
     assert result.returncode == 1 and "error: the set-up is not complete" in result.stderr

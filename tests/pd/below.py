@@ -18,18 +18,18 @@ LAYOUT = KVLayout(num_layers=1, num_blocks=4, block_size=4, total_heads=1, parts
 
 
 class Below:
-    """`is_silent`: its engine answers nothing; `is_stuck`: nor does its server. `refuses`: what it says to `Connect`; where it
-    `hangs` it says nothing to that. `connects`: when it was asked to. A completion streams one event and waits for `goes_on`,
-    both of which a body without "stream" waits for."""
+    """`is_silent`: its engine answers nothing. `fails`: a completion answers 503. `refuses`: what it says to `Connect`; where
+    it `hangs` it says nothing to that. `connects`: when it was asked to. A completion streams one event and waits for
+    `goes_on`, both of which a body without "stream" waits for."""
 
-    is_silent = is_stuck = hangs = False
+    is_silent = hangs = fails = False
     refuses = ""
     capabilities = Capabilities()
 
-    def __init__(self, role="hybrid", weights="w", num_layers=1):
-        self.role, self.weights, self.instance = role, weights, "one"
+    def __init__(self, role="hybrid", weights="w", num_layers=1, model="m"):
+        self.role, self.weights, self.model, self.instance = role, weights, model, "one"
         self.layout = LAYOUT.model_copy(update={"num_layers": num_layers})
-        self.connects, self.num_looks, self.num_requests = [], 0, 0
+        self.connects, self.num_requests = [], 0
 
     async def start(self):
         handlers = {Hello: self._hello, Subscribe: self._subscribe, Connect: self._connect}
@@ -53,17 +53,16 @@ class Below:
         await self._runner.cleanup()
 
     async def _info(self, _):
-        return web.json_response({"engine_id": self.url, "role": self.role, "control": self.address, "model": "m"})
+        return web.json_response({"engine_id": self.url, "role": self.role, "control": self.address, "model": self.model})
 
     async def _health(self, _):
-        self.num_looks += 1
-        if self.is_stuck:
-            await asyncio.sleep(60)
         return web.Response()
 
     async def _completion(self, request):
         body = await request.json()
         self.num_requests += 1
+        if self.fails:
+            return web.json_response({"error": "not now"}, status=503)
         event = b"data: " + json.dumps({"choices": [{"text": self.instance}]}).encode() + b"\n\n"
         if not body.get("stream"):
             await self.goes_on.wait()
@@ -80,8 +79,9 @@ class Below:
             await asyncio.sleep(60)
         endpoint = TransferEndpoint(channel="shm", layout=self.layout, address={})
         return EngineFacts(
-            engine_id=self.url, instance=self.instance, role=self.role, model="m", weights=self.weights, channel="shm",
-            endpoints=(endpoint,), block_size=4, num_blocks=4, token_bytes=16, timeout_s=10.0, capabilities=self.capabilities,
+            engine_id=self.url, instance=self.instance, role=self.role, model=self.model, weights=self.weights,
+            channel="shm", endpoints=(endpoint,), block_size=4, num_blocks=4, token_bytes=16, timeout_s=10.0,
+            capabilities=self.capabilities,
         )  # fmt: skip
 
     async def _subscribe(self, *_):

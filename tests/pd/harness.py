@@ -37,10 +37,10 @@ class TestGroup:
         self.record = folder / "lines.jsonl"
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "sagellm.pd", "proxy", "--port", str(port), "--pd-key-file", str(self.key_file),
-                   "--json", "--record", str(self.record), "--nodes-file", str(folder / "nodes.json"), "--log-level", "DEBUG",
-                   *options]  # fmt: skip
-        self.proxy = ServerProcess(command, port, folder / "proxy")
+        command = [sys.executable, "-c", "from sagellm.cli import main; main()", "pd", "proxy", "--port", str(port),
+                   "--pd-key-file", str(self.key_file), "--json", "--record", str(self.record), "--log-level", "DEBUG",
+                   "--nodes-file", str(folder / "nodes.json"), *options]  # fmt: skip
+        self.proxy = ServerProcess(command, port, folder / "proxy", env={"XDG_CACHE_HOME": str(folder / "cache")})
         self.engines: dict[str, ServerProcess] = {}
         self.http = httpx.Client(base_url=self.url, timeout=60)
 

@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -16,6 +17,7 @@ from sagellm.comm_backend.control import connect, sign_request
 from sagellm.comm_backend.group_messages import EngineFacts, Hello
 from tests.pd.harness import until
 
+SAGELLM = (sys.executable, "-c", "from sagellm.cli import main; main()")
 WAIT_S = 80.0  # for an engine that is started again, on a busy machine too
 LEASE_S, TIMEOUT_S = 120.0, 10.0  # blocks that come back within seconds have not waited for the end of their lease
 
@@ -64,7 +66,7 @@ class RealGroup(Engines, ServerProcess):
         port = free_port()
         options = json.dumps({"folder": str(folder)})
         command = [
-            sys.executable, "-m", "sagellm.pd", "up", "--port", str(port), "--json", "--policy", "always-split",
+            *SAGELLM, "pd", "up", "--log-level", "INFO", "--port", str(port), "--json", "--policy", "always-split",
             "--wait-s", str(WAIT_S), "--model", str(model), "--", "--model-name", "tiny", "--device", "cpu", "--threads", "1",
             "--block-size", "16", "--kv-blocks", "320", "--max-batch-size", "8", "--no-prefix-caching",
             "--kv-channel", "tests.pd.held_channel:HeldShm", "--kv-channel-options", options,
@@ -216,6 +218,23 @@ def tokens_of(answer: httpx.Response) -> list[int]:
     server leaves out the whole piece that came last."""
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["gen_tokens"]
+
+
+def choice_tokens(choice: dict) -> list[int]:
+    return choice.get("message", choice)["gen_tokens"]
+
+
+def streamed_by(client: Any, path: str, body: dict) -> tuple[list[int], str | None]:
+    """(tokens, finish reason) of a streamed answer. `client`: one of httpx, or httpx itself with a whole URL."""
+    tokens, finish = [], None
+    with client.stream("POST", path, json=body | {"stream": True}, timeout=60) as answer:
+        assert answer.status_code == 200, answer.read()
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    tokens += choice.get("delta", choice).get("gen_tokens") or []
+                    finish = choice["finish_reason"] or finish
+    return tokens, finish
 
 
 def run(work):

@@ -37,6 +37,7 @@ from sagellm.comm_backend.group_messages import (
     StepCost,
     Subscribe,
 )
+from sagellm.control_plane.base import totals
 from sagellm.core.errors import PeerError, SageError
 from sagellm.pd.tokens import PromptTokens, prefix_keys
 
@@ -57,6 +58,7 @@ class StandIn:
         self.held: dict[int, asyncio.Future] = {}
         self.sources: dict[str, object] = {}
         self.listeners: list = []
+        self.num_requests = 0
         self.cached: set[int] = set()
         self.sequence = 0
         self.seen: list[dict] = []
@@ -143,6 +145,7 @@ class StandIn:
             return JSONResponse({"error": {"message": "asked for"}}, trouble["status"])
         prompt = raw["prompt"] if "prompt" in raw else raw["messages"][-1]["content"]
         self.running += 1
+        self.num_requests += 1
         try:
             if self.flags.role == "prefill":
                 await self.compute(raw, prompt, trouble)
@@ -204,6 +207,12 @@ class StandIn:
             self.seen.append({"cancelled": number})
             raise
 
+    async def metrics(self, _):
+        """Figures of a load, as a server's page has them. Half of the pool is in use."""
+        figures = {"lmdeploy:num_requests_running": self.running, "sagellm_kv_utilization": 0.5}
+        figures |= dict.fromkeys(totals("lmdeploy").values(), self.num_requests)
+        return Response("".join(f"{name} {value}\n" for name, value in figures.items()))
+
     async def register(self):
         async with aiohttp.ClientSession() as http:
             while True:
@@ -227,7 +236,7 @@ class StandIn:
             os._exit(2)
         self.address = await self.control.start(self.flags.host, 0)
         routes = [
-            Route("/sage/pd/info", self.info), Route("/health", lambda _: Response()),
+            Route("/sage/pd/info", self.info), Route("/health", lambda _: Response()), Route("/metrics", self.metrics),
             Route("/seen", lambda _: JSONResponse(self.seen)), Route("/released", lambda _: JSONResponse(self.released)),
             Route("/v1/completions", self.completion, methods=["POST"]),
             Route("/v1/chat/completions", self.completion, methods=["POST"]),

@@ -1,6 +1,5 @@
 """LMDeploy's own DistServe proxy, as it is, before our engines: prompts move, answers are those of one engine."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -8,7 +7,7 @@ import pytest
 
 from tests.pd.harness import until
 from tests.pd.lmdeploys_proxy import ProxiedByLMDeploy
-from tests.pd.real_group import body_of, chat_of, tokens_of
+from tests.pd.real_group import body_of, chat_of, choice_tokens, streamed_by, tokens_of
 
 pytestmark = pytest.mark.slow  # three more processes, for a proxy that is not ours
 
@@ -32,21 +31,6 @@ def group(started):
     until("both engines are idle", started.is_idle)
 
 
-def tokens(choice):
-    return choice.get("message", choice)["gen_tokens"]
-
-
-def streamed(group, path, body):
-    found = []
-    with httpx.stream("POST", group.url + path, json=body | {"stream": True}, timeout=60) as answer:
-        assert answer.status_code == 200, answer.read()
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
-                for choice in json.loads(line[6:])["choices"]:
-                    found += choice.get("delta", choice).get("gen_tokens") or []
-    return found
-
-
 WAYS = {
     "greedy": (COMPLETION, {}),
     "seed": (COMPLETION, {"temperature": 1.2, "top_p": 0.9, "seed": 7}),
@@ -61,9 +45,9 @@ def test_answers_are_those_of_one_engine(group, prompt, way):
     body = (body_of(prompt, 12) if path is COMPLETION else chat_of(prompt)) | fields
     before = group.arrived()
     whole = httpx.post(group.url + path, json=body, timeout=60).json()
-    in_pieces = streamed(group, path, body)
-    expected = tokens(group.single(path, body).json()["choices"][0])
-    assert tokens(whole["choices"][0]) == in_pieces == expected
+    in_pieces, _ = streamed_by(httpx, group.url + path, body)
+    expected = choice_tokens(group.single(path, body).json()["choices"][0])
+    assert choice_tokens(whole["choices"][0]) == in_pieces == expected
     assert group.arrived() == before + 2, "it was not split"
 
 
@@ -90,7 +74,7 @@ def test_several_prompts_are_not_split(group, prompt):
     before = group.arrived()
     body = body_of(prompt, 8) | {"prompt": [prompt, "another one"]}
     found = httpx.post(group.url + COMPLETION, json=body, timeout=60).json()
-    assert [tokens(one) for one in found["choices"]] == [group.expected(prompt), group.expected("another one")]
+    assert [choice_tokens(one) for one in found["choices"]] == [group.expected(prompt), group.expected("another one")]
     assert group.arrived() == before
 
 

@@ -1,6 +1,5 @@
 """A proxy and real engines: their answers are those of one engine, whichever of them is killed, stalled or left."""
 
-import json
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,19 @@ from sagellm.core.errors import PeerError
 from tests.pd.harness import until
 from tests.pd.held_channel import HeldShm
 from tests.pd.impostor import Impostor
-from tests.pd.real_group import TIMEOUT_S, RealGroup, Stream, body_of, chat_of, run, tokens_of
+from tests.pd.real_group import (
+    TIMEOUT_S,
+    RealGroup,
+    Stream,
+    body_of,
+    chat_of,
+    choice_tokens,
+    run,
+    streamed_by,
+    tokens_of,
+)
+
+pytestmark = pytest.mark.slow  # `test_up.py` has a whole group, and `tests/engines/lmdeploy/pd` pairs of engines
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 NAMES = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
@@ -61,13 +72,13 @@ def test_answers_are_those_of_one_engine(group, prompt, way):
     body = (body_of(prompt, 12) if path is COMPLETION else chat_of(prompt)) | fields
     before = group.arrived()
     found = group.http.post(path, json=body)
-    streamed = _streamed(group, path, body)
+    streamed = streamed_by(group.http, path, body)
     expected = group.single(path, body)
     assert found.status_code == expected.status_code == 200, (found.text, expected.text)
     theirs = expected.json()
     _equal(found.json()["choices"], theirs["choices"])
     assert found.json()["usage"] == theirs["usage"]
-    assert streamed == (_tokens(theirs["choices"][0]), theirs["choices"][0]["finish_reason"])
+    assert streamed == (choice_tokens(theirs["choices"][0]), theirs["choices"][0]["finish_reason"])
     assert group.arrived() == before + 2, "it was not split"
     if way == "guided":
         assert theirs["choices"][0]["message"]["content"].lstrip().startswith("{")
@@ -120,7 +131,6 @@ def test_a_prefill_engine_that_hangs(group, prompt):
     assert found == group.expected(prompt)
 
 
-@pytest.mark.slow
 def test_a_prefill_engine_killed_before_during_and_after_its_transfers(group, prompt):
     before, during, after, late = (f"{name} {prompt}" for name in ("before", "during", "after", "late"))
     expected = {each: group.expected(each) for each in (before, during, late)}
@@ -157,7 +167,7 @@ def test_a_prefill_engine_killed_before_during_and_after_its_transfers(group, pr
 
 def test_a_decode_engine_killed_mid_stream(group, prompt):
     expected = group.expected("whole " + prompt, 20)
-    retries = group.metric(group.url, "sagellm_proxy_retries_total")
+    retries = group.metric(group.url, "sagellm_gateway_retries_total")
     with ThreadPoolExecutor(1) as pool:
         stream = Stream(group, prompt, 4000).begun()
         with group.held() as waits:
@@ -172,28 +182,9 @@ def test_a_decode_engine_killed_mid_stream(group, prompt):
         assert "failed in the middle of this answer" in stream.error and "send the request again" in stream.error
         assert not stream.is_done and not stream.broken and "Traceback" not in stream.error
         assert tokens_of(whole.result(90)) == expected  # nothing of it was shown: it waits for the new engine
-        assert group.metric(group.url, "sagellm_proxy_retries_total") > retries
+        assert group.metric(group.url, "sagellm_gateway_retries_total") > retries
     until("the group is whole", group.is_whole, 60)
     assert stream.tokens == group.expected(prompt, len(stream.tokens))
-
-
-@pytest.mark.slow
-def test_a_proxy_that_is_killed(group, prompt):
-    """Its clients lose their answers, the engines nothing; they register with the next one, which finds all that wait."""
-    stream = Stream(group, prompt, 1500).begun()
-    proxy = group.child("proxy")
-    proxy.kill()
-    proxy.wait(10)
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(group.complete, prompt)  # the port is kept: the next proxy takes it
-        stream.end()
-        assert stream.broken
-        until("its request has left both engines", lambda: group.is_idle() or answer.done(), 20)
-        assert tokens_of(answer.result(60)) == group.expected(prompt)
-    until("the group is whole", group.is_whole, 60)
-    before = group.arrived()
-    assert tokens_of(group.complete("new " + prompt)) == group.expected("new " + prompt)
-    assert group.arrived() == before + 1
 
 
 # ---- peers that do not fit, and what is asked wrongly
@@ -293,20 +284,3 @@ def _equal(ours, theirs, where="answer"):
             _equal(*pair, f"{where}.{place}")
     else:
         assert ours == (pytest.approx(theirs, abs=1e-3) if isinstance(ours, float) else theirs), where
-
-
-def _tokens(choice):
-    return choice.get("message", choice)["gen_tokens"]
-
-
-def _streamed(group, path, body):
-    """(tokens, finish reason) of a streamed answer."""
-    tokens, finish = [], None
-    with group.http.stream("POST", path, json=body | {"stream": True}) as answer:
-        assert answer.status_code == 200, answer.read()
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
-                for choice in json.loads(line[6:])["choices"]:
-                    tokens += choice.get("delta", choice).get("gen_tokens") or []
-                    finish = choice["finish_reason"] or finish
-    return tokens, finish

@@ -1,7 +1,7 @@
 """`sagellm pd up` with stand-in engines: starts, restarts, ends and words."""
 
 import asyncio
-import errno
+import json
 import os
 import signal
 import socket
@@ -13,35 +13,22 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.processes import ServerProcess, free_port
+from sagellm.cli import main
 from sagellm.comm_backend.topology.placement import available_cores
 from sagellm.core.errors import EngineError
 from sagellm.core.ports import free_ports, listen
 from sagellm.pd.child import Child
-from sagellm.pd.command import pd
-from sagellm.pd.up import UpConfig, _Supervisor
-from tests.pd.below import soon
 from tests.pd.harness import until
+from tests.pd.real_group import SAGELLM
 from tests.pd.stand_in import tokens_of
 
-RUN = """
-import sys
-from pathlib import Path
-from sagellm.core.errors import SageError
-from sagellm.pd.up import UpConfig, run_up
-try:
-    sys.exit(run_up(UpConfig(engine=(sys.executable, "-m", "tests.pd.stand_in"), {fields}), as_json=True))
-except SageError as error:
-    print("error:", error, file=sys.stderr)
-    sys.exit(2)
-"""
-
+KIND = "tests.control_plane.test_group:StandIns"
 
 class Up(ServerProcess):
-    def __init__(self, folder, tmp_path, **fields):
+    def __init__(self, folder, tmp_path, *more):
         port = free_port()
-        given = {"port": port, "drain_timeout_s": 5.0, "policy": "always-split"} | fields
-        words = ", ".join(f"{name}={value!r}" for name, value in given.items())
-        super().__init__([sys.executable, "-c", RUN.format(fields=f"model=Path({str(folder)!r}), {words}")], port, tmp_path)
+        words = ["--port", port, "--drain-timeout-s", 5, "--policy", "always-split", "--model", folder, "--kind", KIND]
+        super().__init__([*SAGELLM, "pd", "up", "--json", *words, *more], port, tmp_path)
 
     def complete(self, prompt):
         body = {"model": self.announcement["model"], "prompt": prompt, "max_tokens": 3}
@@ -62,54 +49,54 @@ def folder(tmp_path_factory, model_folder):
 
 
 def test_a_group_starts_serves_comes_back_and_ends(folder, tmp_path):
-    up = Up(folder, tmp_path, pin=len(available_cores()) > 1)
+    up = Up(folder, tmp_path, *(["--pin"] if len(available_cores()) > 1 else []))
     facts = up.ready()
     assert facts["ready"] and facts["url"] == f"http://127.0.0.1:{up.port}/v1"
-    assert [one["name"] for one in facts["engines"]] == ["prefill0", "decode0"]
+    assert [one["name"] for one in facts["engines"]] == ["pd-prefill-1", "pd-decode-1"]
     prompt = "a prompt of some length " * 10
     found = up.complete(prompt)
     assert found["loaded"] and found["choices"][0]["text"] == "".join(tokens_of(prompt, 3))
     if len(available_cores()) > 1:
         shares = [os.sched_getaffinity(one["pid"]) for one in facts["engines"]]
         assert not shares[0] & shares[1] and shares[0] | shares[1] == set(available_cores())
-        assert "decode0: cores" in up.stderr
+    shown = CliRunner().invoke(main, ["pd", "status", "--json", "--url", up.url])
+    decode = next(one for one in json.loads(shown.output)["engines"] if one["role"] == "decode")
+    assert shown.exit_code == 0 and f"{decode['connected'][0]}/v1" == facts["engines"][0]["url"]
     # An engine that dies comes back under its URL, and is connected again.
     os.kill(facts["engines"][0]["pid"], signal.SIGKILL)
-    until("the prefill engine is there again", lambda: up.complete(prompt)["loaded"], 40)
-    assert "prefill0 has gone: it was ended by signal 9" in up.stderr
-    # So does the proxy, whose port stays taken meanwhile: the request waits, and nobody is refused.
-    os.kill(facts["proxy_pid"], signal.SIGKILL)
-    found = up.complete(prompt)
-    assert found["choices"][0]["text"] == "".join(tokens_of(prompt, 3))
-    until("engines are connected again", lambda: up.complete(prompt)["loaded"], 40)
+    until("the prefill engine is there again", lambda: up.complete(prompt)["loaded"], 60)
+    assert "engine pd-prefill-1 failed: it was ended by signal 9" in up.stderr
+    engines = httpx.get(f"{up.url}/control/engines").json()["engines"]
+    assert engines[1]["url"] == facts["engines"][0]["url"].removesuffix("/v1") and engines[1]["starts"] == 2
     text = up.end(signal.SIGINT)
-    assert "ending: the proxy" in text and "Traceback" not in text and "killed" not in text
+    assert "Traceback" not in text and "killed" not in text
     listen("127.0.0.1", up.port).close()  # the port is free
 
 
+@pytest.mark.slow  # `tests/control_plane/test_group.py` has the words
 def test_an_engine_that_cannot_start_ends_all_in_its_words(folder, tmp_path):
-    up = Up(folder, tmp_path, serve_flags=("--fail-with", "the model does not fit; give a smaller one."))
-    assert "could not start: the model does not fit; give a smaller one." in up.end(None, 2)
+    up = Up(folder, tmp_path, "--", "--fail-with", "the model does not fit; give a smaller one.")
+    assert "cannot start: the model does not fit; give a smaller one." in up.end(None, 2)
 
 
 @pytest.mark.slow
 def test_an_engine_that_refuses_another_ends_all(folder, tmp_path):
-    up = Up(folder, tmp_path, serve_flags=("--weights", "random"))
+    up = Up(folder, tmp_path, "--", "--weights", "random")
     text = up.end(None, 2)
     assert "does not load from" in text and "has weights random-" in text
 
 
 @pytest.mark.slow
 def test_without_restarts_one_death_is_the_end_of_all(folder, tmp_path):
-    up = Up(folder, tmp_path, no_restart=True, prefill=0, hybrid=1, decode=0)
+    up = Up(folder, tmp_path, "--no-restart", "--prefill", 0, "--hybrid", 1, "--decode", 0)
     facts = up.ready()
     os.kill(facts["engines"][0]["pid"], signal.SIGKILL)
-    assert "error: hybrid0 has gone: it was ended by signal 9" in up.end(None, 1)
+    assert "error: pd-hybrid-1 has gone: it was ended by signal 9" in up.end(None, 1)
 
 
 @pytest.mark.slow
-def test_the_group_ends_with_a_supervisor_that_is_killed(folder, tmp_path):
-    up = Up(folder, tmp_path, prefill=0)
+def test_the_group_ends_with_a_manager_that_is_killed(folder, tmp_path):
+    up = Up(folder, tmp_path, "--prefill", 0)
     up.ready()
     up.end(signal.SIGKILL, -9)
 
@@ -120,14 +107,14 @@ def test_the_group_ends_with_a_supervisor_that_is_killed(folder, tmp_path):
         (["--decode", "0"], "no engine decodes"),
         (["--model", "/nowhere"], "--model /nowhere: there is no such folder or file"),
         (["--policy", "fastest"], "unknown routing policy 'fastest'"),
-        (["--port", "0"], "--port: "),
-        (["--", "--role", "decode"], "--role is set for each engine by pd up"),
+        (["--port", "0"], "'--port': 0 is not in the range"),
+        (["--", "--role", "decode"], "--role is set for each engine by its group"),
         (["--pin", "--prefill", "64"], "--pin: 65 engines for"),
     ],
 )
 def test_what_can_be_known_at_once(words, says):
-    done = CliRunner().invoke(pd, ["up", *words])
-    assert done.exit_code == 2 and says in done.output and done.output.count("\n") == 1
+    done = CliRunner().invoke(main, ["pd", "up", *words])
+    assert done.exit_code == 2 and says in done.output and done.output.strip().count("\n") <= 3
 
 
 def test_a_port_in_use_is_known_at_once():
@@ -135,15 +122,15 @@ def test_a_port_in_use_is_known_at_once():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        done = CliRunner().invoke(pd, ["up", "--port", port])
+        done = CliRunner().invoke(main, ["pd", "up", "--port", port])
         assert done.exit_code == 2 and f"cannot listen on 127.0.0.1 port {port}: Address already in use" in done.output
 
 
 def test_the_proxy_says_what_it_lacks(tmp_path):
     key = tmp_path / "key"
     for words, says in (([], "cannot read the key file"), (["--policy", "x"], "unknown routing policy"),
-                        (["--model", str(tmp_path / "none")], "is no folder")):  # fmt: skip
-        done = CliRunner().invoke(pd, ["proxy", "--pd-key-file", str(key), *words])
+                        (["--model", str(tmp_path / "none")], "there is no such folder")):  # fmt: skip
+        done = CliRunner().invoke(main, ["pd", "proxy", "--pd-key-file", str(key), *words])
         assert done.exit_code == 2 and says in done.output
         key.touch(0o600)
         key.write_text("k" * 32)
@@ -151,22 +138,8 @@ def test_the_proxy_says_what_it_lacks(tmp_path):
 
 def test_status_of_nobody():
     port = free_port()
-    done = CliRunner().invoke(pd, ["status", "--url", f"http://127.0.0.1:{port}"])
+    done = CliRunner().invoke(main, ["pd", "status", "--url", f"http://127.0.0.1:{port}"])
     assert done.exit_code == 1 and "does not answer as a sagellm proxy" in done.output
-
-
-def test_how_long_a_process_has_served():
-    """From its line of readiness: time in which it starts is none."""
-    async def served(code):
-        child = Child("one", [sys.executable, "-c", code])
-        await child.start()
-        assert child.served_s == 0
-        await child.wait()
-        return child.served_s
-
-    line = "print('{\"ready\": true}', flush=True)"
-    assert asyncio.run(served("import time; time.sleep(0.2)")) == 0
-    assert asyncio.run(served(f"import time; {line}; time.sleep(0.5)")) > 0.1  # its clock starts when the line is read
 
 
 def test_what_a_process_says_of_its_end():
@@ -178,42 +151,6 @@ def test_what_a_process_says_of_its_end():
 
     assert asyncio.run(words("print('error: no room.\\n' + 'leak\\n' * 50, file=sys.stderr)")) == "no room."
     assert asyncio.run(words("sys.exit(3)")) == "it ended with code 3, without a word."
-
-
-def test_a_process_that_cannot_be_started_again_now_is_tried_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("sagellm.pd.up.FIRST_BACKOFF_S", 0.01)
-    (key := tmp_path / "key").write_bytes(b"k" * 32)
-    said, start, num_failures = [], asyncio.create_subprocess_exec, 0
-
-    async def no_process(*command, **options):
-        nonlocal num_failures
-        num_failures += 1
-        if num_failures > 2:
-            return await start(*command, **options)
-        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-
-    async def play():
-        with listen("127.0.0.1", free_port()) as listener:
-            group = _Supervisor(UpConfig(model=tmp_path), listener, key, tmp_path, (), False)
-        monkeypatch.setattr(group, "_pass_on", said.append)
-        group._is_ready = True
-        child = Child("one", [sys.executable, "-c", "import time; time.sleep(600)"], say=said.append)
-        await child.start()
-        watching = asyncio.create_task(group._watch(child))
-        monkeypatch.setattr(asyncio, "create_subprocess_exec", no_process)
-        child.kill()
-        await soon("it runs again", lambda: child.num_starts == 2 or watching.done())
-        assert child.is_running and not watching.done()
-        child.kill()
-        await soon("it runs once more", lambda: child.num_starts == 3 or watching.done())
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
-        child.kill()
-        await child.wait()
-
-    asyncio.run(play())
-    tries = [line for line in said if "cannot be started: Resource temporarily unavailable. It is tried again in" in line]
-    assert len(tries) == 2 and num_failures == 4
 
 
 def test_a_command_that_is_none_is_named():

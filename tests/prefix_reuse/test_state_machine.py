@@ -269,6 +269,6 @@ class Pair(tuple):
 def test_in_step(block_size):
     machine = type(f"InStep{block_size}", (InStep,), {"block_size": block_size})
     case = machine.TestCase
-    case.settings = settings(max_examples=70, stateful_step_count=40, deadline=None, derandomize=True,
+    case.settings = settings(max_examples=25, stateful_step_count=40, deadline=None, derandomize=True,
                              suppress_health_check=list(HealthCheck))  # fmt: skip
     case("runTest").runTest()

@@ -2,9 +2,9 @@
 
 import itertools
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import numpy as np
@@ -41,11 +41,8 @@ def together(*workers: Iterator[None], calls: int, until: Callable[[], bool] = l
         except BaseException as fault:
             faults.append(fault)
 
-    threads = [threading.Thread(target=run, args=(own,)) for own in range(len(workers))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(workers)) as threads:
+        list(threads.map(run, range(len(workers))))
     if faults:
         raise faults[0]
 

@@ -1,6 +1,5 @@
 """From counts to rows: rates, estimates, regret, and what is drawn of them."""
 
-import builtins
 from dataclasses import replace
 
 import numpy as np
@@ -142,19 +141,6 @@ def test_plots(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot write"):
         write_plots(rows, "by hand", tmp_path / "file")
-
-
-def test_plots_without_matplotlib(tmp_path, monkeypatch):
-    real = builtins.__import__
-
-    def without(name, *more, **options):
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *more, **options)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError, match="pip install matplotlib"):
-        write_plots([], "none", tmp_path)
 
 
 def test_belady_takes_no_options():

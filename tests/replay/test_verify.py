@@ -16,8 +16,6 @@ from sagellm.replay.verify import ENGINE_FIELDS, verify_log
 from tests.kv_runtime.policies import KeepsEven, make_migration, make_policy
 from tests.kv_runtime.workload import Engine, manager_of, requests
 
-QUOTAS = {"a": {"gpu": 3, "cpu": 0.5}}
-
 
 def check(path):
     return verify_log(path, make_policy=make_policy, make_migration=make_migration)

@@ -19,6 +19,18 @@ def sample(name, requests, after):
     return IRNode(name, NodeType.SAMPLE, tuple(after), (name,), {"requests": list(requests)})
 
 
+def collective(name, backend="shm", num_bytes=1024, after=(), op="all_reduce", group="tp", **more):
+    config = {"op": op, "bytes": num_bytes, "group": group, "backend": backend, **more}
+    return IRNode(name, NodeType.COLLECTIVE, tuple(after), (name,), config)
+
+
+class TwoWorkers:
+    """Answers of an engine with two workers."""
+
+    checks_drafts = is_recording = False
+    comm_backends = {"all_reduce": ("group", "shm"), "all_gather": ("group", "shm")}  # noqa: RUF012
+
+
 def plan(name, *nodes, requests=None, target=""):
     known = requests or sorted({request for node in nodes for request in node.requests})
     return ExecutionPlan(name, IRGraph(nodes), tuple(known), target)
@@ -34,6 +46,7 @@ def detail(runner, node, name="p"):
 
 def start(*plans, requests=((1, 100), (2, 100)), options=None, **engine):
     runner = PlanRunner(wait_for_requests=True, **(options or {}))
+    runner.attach(TwoWorkers())
     fake = FakeEngine(runner, **engine)
     for number, prompt, *rest in requests:
         fake.add(number, prompt, *rest)

@@ -1,6 +1,6 @@
 """Plans on an engine: who runs in which step, and what is said of each node."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -10,7 +10,7 @@ from sagellm.scheduler_ir.nodes import IRNode, NodeType
 from sagellm.scheduler_ir.plan import NodeState, PlanState
 from sagellm.scheduler_ir.plan_runner import NUM_ENDED, PlanRunner
 from tests.scheduler_ir.fake_engine import FakeEngine
-from tests.scheduler_ir.made_plans import decode, detail, plan, prefill, sample, start, states
+from tests.scheduler_ir.made_plans import collective, decode, detail, plan, prefill, sample, start, states
 
 PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
 
@@ -289,6 +289,70 @@ def test_bad_options(options):
         PlanRunner(**options)
 
 
+def rules(fake):
+    """Return the backends of the steps, by the first letter; a point without a rule."""
+    return "".join([decision.collectives[0].backend[0] if decision.collectives else "." for decision in fake.decisions])
+
+
+def test_collectives_are_done_as_a_node_wants_it_until_its_plan_ends():
+    runner, fake = start(
+        plan("p", prefill("a", 1, 0, 100), collective("c", after=["a"]), sample("s", [1], ["c"]), decode("d", [1], ["c"])),
+        requests=[(1, 100)],
+    )
+    fake.run()
+    assert rules(fake) == ".s.." and set(states(runner).values()) == {"done"}
+    assert detail(runner, "c") == "by shm from step 2 on"
+
+
+def test_a_plan_of_collectives_alone_lasts_as_long_as_its_requests():
+    runner, fake = start(plan("p", collective("c"), requests=[2]), requests=[(1, 100)])
+    fake.run()
+    assert rules(fake) == "...." and states(runner) == {"c": "waiting"}
+    fake.add(2, 100)
+    fake.add(3, 100, 8)
+    fake.run()
+    assert rules(fake)[4:] == "ssss...." and states(runner) == {"c": "done"}
+    assert fake.decisions[4].hold == frozenset()
+
+
+def test_of_two_nodes_about_one_sort_the_first_plan_has_its_way():
+    other = [collective("same", "group", 600), collective("other", "group", 4096)]
+    runner, fake = start(plan("p", collective("c"), requests=[1]), plan("q", *other, requests=[2]), requests=[(1, 9), (2, 9)])
+    fake.once()
+    assert [rule.backend for rule in fake.decisions[0].collectives] == ["shm", "group"]
+    assert states(runner, "q") == {"same": "waiting", "other": "running"}
+    assert runner.cancel("p").nodes["c"].detail == "by shm from step 1 on; the plan was cancelled"
+    fake.once()
+    assert sorted(fake.decisions[1].collectives) == [("all_reduce", 600, "group", 1), ("all_reduce", 4096, "group", 1)]
+    fake.run()
+    assert set(states(runner, "q").values()) == {"done"} and rules(fake)[-1] == "g"
+
+
+@pytest.mark.parametrize("wish, why", [
+    ({"backend": "nvshmem"}, "all_reduce can be done by group, shm"), ({"op": "all_to_all"}, "no backend does all_to_all"),
+    ({"group": "dp"}, "the group tp of all workers, not dp"), ({"pieces": 3}, "in 1 to 2 pieces, not 3"),
+])  # fmt: skip
+def test_collectives_that_no_engine_does_so(wish, why):
+    runner, fake = start(plan("p", collective("c", **wish), requests=[1]))
+    fake.run()
+    assert why in runner.status("p").refused()["c"] and set(rules(fake)) == {"."}
+
+
+def test_one_worker_has_no_collectives():
+    runner = PlanRunner(wait_for_requests=True)
+    fake = FakeEngine(runner)
+    fake.add(1)
+    runner.submit_plan(plan("p", collective("c"), requests=[1]))
+    fake.run()
+    assert "one worker" in runner.status("p").refused()["c"]
+
+
+def test_a_node_whose_wish_is_no_wish():
+    for wish in ({"backend": 7}, {"backend": ""}, {"pieces": 0}, {"pieces": 1.5}):
+        with pytest.raises(PlanError, match=next(iter(wish))):
+            collective("c", **wish)
+
+
 def test_finished_plans_are_forgotten_in_the_end():
     runner = PlanRunner(keep_plans=1, wait_for_requests=True)
     for name in "abc":
@@ -301,25 +365,19 @@ def test_finished_plans_are_forgotten_in_the_end():
 
 def test_plans_come_from_any_thread_while_the_engine_runs():
     runner, fake = start(requests=[(number, 50, 30) for number in range(40)], max_batch=64)
-    errors = []
 
     def submit(first):
         for number in range(first, 40, 4):
-            try:
-                runner.submit_plan(plan(f"p{number}", decode("d", [number]), decode("e", [number], ["d"])))
-                runner.status(f"p{number}")
-            except Exception as error:
-                errors.append(error)
+            runner.submit_plan(plan(f"p{number}", decode("d", [number]), decode("e", [number], ["d"])))
+            runner.status(f"p{number}")
 
-    threads = [threading.Thread(target=submit, args=(first,)) for first in range(4)]
-    for thread in threads:
-        thread.start()
-    for _ in range(5):
-        fake.once()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        submitted = threads.map(submit, range(4))
+        for _ in range(5):
+            fake.once()
+        list(submitted)
     fake.run()
-    assert not errors and sorted(fake.ended) == list(range(40))
+    assert sorted(fake.ended) == list(range(40))
     assert all(not runner.status(f"p{number}").refused() for number in range(40))
 
 

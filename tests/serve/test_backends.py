@@ -58,6 +58,7 @@ def test_a_machine_without_it_is_told_before_anything_else(monkeypatch):
         (dict(plugins=[f"{PLUGINS}:LooksUp"]), "LooksUp has lookup_prefix"),
         (dict(plugins=[f"{PLUGINS}:HearsReleases"]), "HearsReleases has on_prefix_released: TurboMind does not tell"),
         (dict(pd=PD), "role decode: its blocks cannot be read by others"),
+        (dict(pd={"key_file": "key"}), "pd_key_file key: TurboMind does not tell which prefixes it has cached"),
         (dict(kv={}), "kv lru: TurboMind does not tell when a request lets go"),
     ],
 )

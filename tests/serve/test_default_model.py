@@ -10,6 +10,7 @@ from tests.serve.endings import hurried
 ASK = [{"role": "user", "content": "What is the capital of France?"}]
 
 
+@pytest.mark.slow
 def test_the_default_model_holds_a_conversation(launch):
     server = launch(model=None).ready()
     assert server.model == "smollm2"

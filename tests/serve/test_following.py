@@ -1,4 +1,4 @@
-"""The engine's process: spawned, it loads libraries without searching them for garbage; or a fork that waits for its task."""
+"""The engine's process: spawned, it loads libraries without searching them for garbage; or it is a fork."""
 
 import gc
 import json
@@ -9,11 +9,10 @@ import sys
 from pathlib import Path
 
 import psutil
-import pytest
 
 from sagellm.core.early import ENGINE_NAME
 from sagellm.core.host import ENGINE_PROCESS
-from sagellm.serve.following import FollowingProcess, WaitingFork
+from sagellm.serve.following import EngineProcess, FollowingProcess
 
 
 class AsItArrives:
@@ -39,60 +38,75 @@ def test_garbage_is_collected_once_everything_is_loaded():
 def note(file: Path) -> None:
     files = [os.readlink(each.path) for each in os.scandir("/proc/self/fd") if os.path.exists(each.path)]
     facts = {"pid": os.getpid(), "files": files, "word": os.environ.get("WORD"), "name": psutil.Process().name()}
-    file.write_text(json.dumps(facts | {"argv": sys.orig_argv, "fork": FollowingProcess.fork is not None}))
+    file.write_text(json.dumps(facts | {"argv": sys.orig_argv}))
     sys.exit(3)
 
 
-@pytest.fixture
-def fork():
-    FollowingProcess.fork = WaitingFork()
-    yield FollowingProcess.fork
-    FollowingProcess.dismiss_fork()
-
-
-def test_a_fork_becomes_the_engine(fork, tmp_path, monkeypatch):
-    """It has the environment of now, the libraries of before, and no file of this process."""
-    monkeypatch.setenv("WORD", "after the fork")
-    with (tmp_path / "open").open("w"):
+def test_a_fork_is_the_engine(tmp_path, monkeypatch):
+    """It has the environment and the libraries of this process, and no file of it but those that it keeps."""
+    monkeypatch.setenv("WORD", "of now")
+    with (tmp_path / "open").open("w"), (tmp_path / "kept").open("w") as kept:
         process = FollowingProcess(target=note, args=(tmp_path / "facts",), name=ENGINE_PROCESS)
+        process.keeps = (kept.fileno(),)
         process.start()
+        process.start()  # as LMDeploy does with an engine that runs
         process.join(60)
     facts = json.loads((tmp_path / "facts").read_text())
-    assert (facts["pid"], process.pid, process.exitcode) == (fork.pid, fork.pid, 3)
-    assert (facts["word"], facts["name"], facts["argv"], facts["fork"]) == ("after the fork", ENGINE_NAME, sys.orig_argv, False)
-    assert not any(each.startswith(str(tmp_path)) and each.endswith("open") for each in facts["files"])
-    assert FollowingProcess.fork is None
+    assert (facts["pid"], process.exitcode) == (process.pid, 3)
+    assert (facts["word"], facts["name"], facts["argv"]) == ("of now", ENGINE_NAME, sys.orig_argv)
+    assert [Path(each).name for each in facts["files"] if each.startswith(str(tmp_path))] == ["kept"]
 
 
-def test_after_a_fork_that_was_killed_the_engine_is_spawned(fork, tmp_path):
-    os.kill(fork.pid, signal.SIGKILL)
-    fork.wait()
-    process = FollowingProcess(target=note, args=(tmp_path / "facts",), name=ENGINE_PROCESS)
+def test_a_process_that_is_no_fork_is_spawned(tmp_path):
+    process = FollowingProcess(target=note, args=(tmp_path / "facts",))
     process.start()
     process.join(60)
-    assert process.exitcode == 3 and process.pid != fork.pid
+    assert process.exitcode == 3
     assert any("spawn_main" in word for word in json.loads((tmp_path / "facts").read_text())["argv"])
 
 
-def test_a_fork_that_becomes_no_process_ends(fork):
-    FollowingProcess.dismiss_fork()
-    assert fork.returncode == 0 and not psutil.pid_exists(fork.pid)
+def sleep() -> None:
+    signal.pause()
 
 
 def test_a_fork_whose_server_is_killed_ends(tmp_path):
     """Without a sign on its pipe: another fork holds the other end."""
     server = os.fork()
     if server == 0:
-        fork = WaitingFork()
+        process = FollowingProcess(target=sleep)
+        process.keeps = ()
+        process.start()
         holder = os.fork()
         if holder == 0:
             signal.pause()
-        (tmp_path / "pids").write_text(f"{fork.pid} {holder}")
+        (tmp_path / "pids").write_text(f"{process.pid} {holder}")
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(server, 0)
-    waiting, holder = (psutil.Process(int(pid)) for pid in (tmp_path / "pids").read_text().split())
+    engine, holder = (psutil.Process(int(pid)) for pid in (tmp_path / "pids").read_text().split())
     try:
-        psutil.wait_procs([waiting], timeout=10)
-        assert not waiting.is_running() or waiting.status() == psutil.STATUS_ZOMBIE
+        psutil.wait_procs([engine], timeout=30)
+        assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
     finally:
         holder.kill()
+
+
+def tell_port(ports, condition) -> None:
+    with condition:
+        ports["rpc_server_port"] = os.getpid()
+        condition.notify()
+
+
+def test_lmdeploy_starts_an_engine_that_does_not_run_yet():
+    """It asks for a manager, a dict, a condition and a process, in its own way."""
+    watched = []
+    part = EngineProcess(watched.append)
+    with part.Manager() as manager:
+        ports, condition = manager.dict(), manager.Condition()
+        process = part.get_context("spawn").Process(target=tell_port, args=(ports, condition), kwargs={}, name="engine")
+        process.start()
+        with condition:
+            if "rpc_server_port" not in ports:
+                condition.wait()
+        assert ports["rpc_server_port"] == process.pid
+    process.join(60)
+    assert process.exitcode == 0 and watched == [process]

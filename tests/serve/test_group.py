@@ -139,6 +139,29 @@ def test_paths_of_the_group():
     }  # fmt: skip
 
 
+def test_a_server_with_a_key_and_no_role(joined, pd):
+    """It says who it is to the owner of the key, and takes no other part in a group."""
+    member, config = joined(key_file=pd["key_file"])
+    own = GroupGate(member)
+    assert member.info | {"control": ""} == {
+        "engine_id": f"http://127.0.0.1:{config.port}", "role": "hybrid", "control": "", "model": "tiny"
+    }  # fmt: skip
+    assert member.info["control"].startswith("127.0.0.1:") and not member.proxy_url
+    own.check_path(group.INFO, signed(group.INFO))
+    with Refusing("is not signed", 401):
+        own.check_path(group.INFO, {})
+    with Refusing("this server has no role", 400):
+        own.check_path("/distserve/p2p_connect", signed("/distserve/p2p_connect"))
+    for field in group.FIELDS:
+        with Refusing(f"{field}: this server has no role", 400):
+            own.check_body({field: WHOLE}, True)
+    own.check_body({"prompt": "a"}, False)
+    with pytest.raises(ConfigError, match="needs the address by which the manager reaches this server; got --host 0.0.0.0"):
+        joined(key_file=pd["key_file"], host="0.0.0.0")
+    with pytest.raises(ValueError, match="sot_workers and settings of a prefill/decode group exclude each other"):
+        SageConfig(pd={"key_file": pd["key_file"]}, sot_workers=1)
+
+
 def test_whom_a_server_trusts_that_trusts_lmdeploys_proxy():
     def says(which, client=("127.0.0.1", 5), **headers):
         return gate(*which).is_trusted(scope("/v1/completions") | {"client": client}, headers)

@@ -11,10 +11,11 @@ import pytest
 
 from benchmarks.processes import workers_below
 from tests.serve.endings import Stream, check_error_event, killed
-from tests.serve.harness import wait_until
+from tests.serve.harness import READY_S, wait_until
+from tests.sweeps import slow_but
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", slow_but([signal.SIGINT, signal.SIGTERM], signal.SIGINT))
 def test_stop_while_loading(launch, number):
     server = launch()
     server.engine_process()
@@ -71,7 +72,7 @@ def test_a_server_starts_again_after_a_worker_was_killed(launch):
     process, said = server.process.pid, server.stdout
     for count in (1, 2):
         worker_of(server).kill()
-        wait_until("it is ready again", lambda: server.stdout.count('"ready": true') == count + 1)  # noqa: B023
+        wait_until("it is ready again", lambda: server.stdout.count('"ready": true') == count + 1, READY_S)  # noqa: B023
         assert server.process.poll() is None and server.process.pid == process
         assert server.post("/v1/completions", prompt).json()["choices"][0]["text"] == before
         assert server.stderr.count("the server starts again") == count

@@ -29,6 +29,7 @@ def install(folder: Path, entry_point: str) -> str:
     return os.pathsep.join([str(folder), os.environ["PYTHONPATH"]])
 
 
+@pytest.mark.slow
 def test_calls_faults_the_record_and_a_pool_smaller_than_the_context(launch, reference, tmp_path):
     """An answer that outgrows the pool ends there, and requests that fill it one after the other all finish.
 
@@ -80,3 +81,27 @@ def test_tensor_parallel_and_a_fault_in_a_worker_until_it_is_terminated(launch, 
     generate(server)
     assert server.metric("sagellm_plugin_faults_total", **faults) == counted <= 2
     terminated_while_streaming(server)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "options", "counted"),
+    [
+        ("h2o", {"share": 0.6, "last": 1}, ("sagellm_evicted_blocks_total", {"reason": "sparse"})),
+        ("quest", {"share": 0.3, "whole_layers": 0, "by_head": False}, ("sagellm_sparse_blocks_total", {"kind": "read"})),
+    ],
+)  # fmt: skip
+def test_sparse_policies_of_workers_answer_and_are_counted_as_in_one_process(launch, policy, options, counted):
+    name, labels = counted
+    prompt = [5 + i * i % 300 for i in range(200)]
+    request = {"input_ids": prompt, "max_tokens": 24, "ignore_eos": True, "temperature": 0}
+    found = []
+    for workers in (1, 2):
+        server = launch(
+            "--tensor-parallel", workers, "--dtype", "float32", "--sparsity", policy, "--sparsity-options", json.dumps(options)
+        ).ready()
+        answer = server.post("/generate", request).json()["output_ids"]
+        server.wait_for_metric("the counts of a policy", lambda number: number > 0, name, **labels)
+        found.append((answer, server.metric(name, **labels), server.metric("sagellm_sparse_enabled")))
+        server.kill()
+    assert found[0] == found[1] and found[0][2] == 1

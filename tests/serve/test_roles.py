@@ -50,6 +50,7 @@ def facts(address, key=KEY):
     return asyncio.run(ask())
 
 
+@pytest.mark.slow
 def test_a_decode_engine_until_its_process_is_killed(launch_role, proxy):
     first = proxy(KEY)
     server = launch_role("decode", first.url).ready()

@@ -88,7 +88,7 @@ def test_the_port_is_taken(refused):
 def test_the_temporary_directory_is_too_deep_for_sockets(refused, tmp_path):
     deep = tmp_path / ("d" * 100)
     deep.mkdir()
-    message = refused(env={"TMPDIR": str(deep)})
+    message = refused("--tensor-parallel", 2, env={"TMPDIR": str(deep)})
     assert "is too deep" in message and "Set TMPDIR" in message and not list(deep.iterdir())
 
 
@@ -124,6 +124,8 @@ def test_the_temporary_directory_is_too_deep_for_sockets(refused, tmp_path):
         (["--role", "decode"], ["role decode needs the proxy of its group; give --proxy-url"]),
         (["--role", "decode", "--proxy-url", "http://127.0.0.1:1"], ["give --pd-key-file FILE"]),
         (["--kv-channel", "tcp"], ["no role; give --role"]),
+        (["--kv-channel", "tcp", "--pd-key-file", "k"], ["no role; give --role"]),
+        (["--pd-key-file", "/no/such/key"], ["cannot read the key file /no/such/key"]),
         (["--kv-channel-options", "{"], ["--kv-channel-options", "is not JSON"]),
         (["--role", "boss"], ["boss", "prefill"]),
         (["--role", "decode", "--proxy-url", "here", "--pd-key-file", "k"], ["give http://host:port, got 'here'"]),
@@ -140,6 +142,7 @@ def test_values_that_cannot_work(refused_here, options, words):
         assert word in message
 
 
+@pytest.mark.slow
 def test_a_disk_tier_too_small_for_a_block(refused, tmp_path):
     message = refused("--host-kv-blocks", 8, "--kv-disk", tmp_path / "tier", "--kv-disk-gib", 1e-6)
     assert "no room for one block" in message and "--kv-disk-gib" in message
@@ -192,6 +195,7 @@ def test_an_unpatched_lmdeploy(refused, tmp_path):
     assert "is not applied" in message and "Run: " in message
 
 
+@pytest.mark.slow
 def test_turbomind_where_it_cannot_run(refused, tmp_path):
     """LMDeploy's wheel has no hook table; the sentence says what is missing here, and the step that comes next."""
     begun = time.monotonic()

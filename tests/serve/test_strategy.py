@@ -18,6 +18,7 @@ PROMPT = "one two three one two three one two three"
 COUNTS = ("accepted_prediction_tokens", "rejected_prediction_tokens")
 
 
+@pytest.mark.slow
 def test_requests_of_the_api_are_scheduled_and_guessed_until_an_interrupt(launch, tmp_path):
     record = tmp_path / "record.jsonl"
     scheduled = ("--strategy", "priority", "--strategy-options", '{"ageing_s": 5}', "--record", record)

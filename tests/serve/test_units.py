@@ -91,6 +91,24 @@ def test_outputs_pass_and_a_reader_that_leaves_closes_the_engine_side():
     assert collect(engine, take=1) == ["a"] and engine.closed
 
 
+def test_an_answer_that_begins_after_all_were_ended_ends_too():
+    class Silent(FakeEngine):
+        async def generate(self, *_, **__):
+            await asyncio.Event().wait()  # as a call to a process that is dead
+            yield
+
+    async def run():
+        generation = GuardedGeneration(Silent(), lambda: None)
+        generation.end_all("the engine has stopped")
+        with pytest.raises(HTTPException, match="the engine has stopped"):
+            await asyncio.wait_for(anext(generation("x", 1)), 30)
+        with pytest.raises(Refused, match="the engine has stopped"):
+            await asyncio.wait_for(generation.run(asyncio.sleep(600), asyncio.sleep(600)), 30)
+        await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("take", [None, 1])
 def test_a_session_that_is_over_leaves_nothing(take):
     engine = FakeEngine(out("a"), out("", "stop"))

@@ -12,7 +12,7 @@ from sagellm.core.file_hashes import hash_files
 
 __all__ = ["FORMAT_VERSION", "cached_copy", "quantized_copy"]
 
-FORMAT_VERSION = 1  # raised whenever a method writes other weights than before
+FORMAT_VERSION = 2  # raised whenever a method writes other weights than before
 
 
 def cached_copy(model: Path, quantizer: BaseQuantizer, calibration: Calibration | None = None) -> Path:

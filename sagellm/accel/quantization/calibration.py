@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Calibration"]
 
+CHARS_PER_TOKEN = 100  # of a default text, for each token that is taken from it: pieces are far apart
+
 
 @dataclass(frozen=True)
 class Calibration:
@@ -33,7 +35,9 @@ class Calibration:
     @classmethod
     def default(cls, pieces: int = 32, length: int = 512) -> "Calibration":
         """Take Python's documentation and sources, other parts than `sagellm evaluate` takes."""
-        return cls(calibration_texts(), "Python's documentation and sources", pieces, length)
+        texts = calibration_texts()
+        size = CHARS_PER_TOKEN * length * -(-pieces // len(texts))
+        return cls(tuple(text[:size] for text in texts), "Python's documentation and sources", pieces, length)
 
     @classmethod
     def from_file(cls, path: Path, pieces: int = 32, length: int = 512) -> "Calibration":

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from sagellm.accel.quantization.groups import Grid
+
 __all__ = ["InputOrder"]
 
 BLOCK = 128  # inputs whose errors are carried to the others together
@@ -27,6 +29,15 @@ class InputOrder:
         diagonal += DAMPING * diagonal.mean().clamp(min=1e-12)
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
         self._factor = torch.linalg.cholesky(inverse, upper=True).float()
+
+    def levels(self, weight: torch.Tensor, grid: Grid) -> torch.Tensor:
+        """Return levels of a grid, float32 [outputs, inputs]."""
+        size = weight.shape[1] // grid.scales.shape[1]
+
+        def nearest(at: int, column: torch.Tensor) -> torch.Tensor:
+            return grid.of_group(at // size).rounded(column)
+
+        return grid.levels(self.rounded(weight, nearest))
 
     def rounded(self, weight: torch.Tensor, nearest: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Return rounded weights, float32 [outputs, inputs].

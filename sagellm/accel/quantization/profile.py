@@ -42,6 +42,7 @@ class QuantizationProfile(BaseModel):
         activation_bits: to which a linear layer rounds its inputs.
         kv_bits: of keys and values. Weights do not decide it: it is that of the model unless an engine is told otherwise.
         symmetric: whether zero is always the middle level.
+        rounding: to the nearest level, or by `gptq`: errors of an input are made up for in others.
         ignored_layers: linear layers that keep their weights.
         head_bits: in which the CPU device holds the output layer.
         source: folder of the model that was quantized.
@@ -57,6 +58,7 @@ class QuantizationProfile(BaseModel):
     activation_bits: int = 16
     kv_bits: int = 16
     symmetric: bool = False
+    rounding: str = "nearest"
     ignored_layers: tuple[str, ...] = ("lm_head",)
     head_bits: int = 8
     source: str = ""

@@ -2,8 +2,9 @@
 
 Workers connect to the master. The master's engine keeps the keys and values of a plan until each worker's engine has read them
 (`Transfer`), so they travel once. Tasks go to the workers as events; each result comes back as a call. The master writes what
-a worker owes that is lost, that fails, or that says nothing for `SILENCE_S`. While it writes an answer, others go to workers
-with fewer answers as a whole: a plan is written token by token, so it gains nothing from a second engine.
+a worker owes that is lost, that fails, or that says nothing for `SILENCE_S`. A worker whose engine goes on no more leaves by
+itself. While the master writes an answer, others go to workers with fewer answers as a whole: a plan is written token by token,
+so it gains nothing from a second engine.
 
 Both sides prove that they have the group's key (`comm_backend.control`).
 """
@@ -22,13 +23,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 from pydantic import Field
 
 from sagellm.accel.sot.results import BranchInfo, Mode, ScheduleResult, SoTAnswer
 from sagellm.comm_backend.control import ControlConnection, ControlServer, connect, read_key, register
 from sagellm.core.config import Model, PDHooks
 from sagellm.core.engines import GroupEngine, TextEngine
-from sagellm.core.errors import PeerError
+from sagellm.core.errors import EngineError, PeerError
 from sagellm.core.running import Request, SamplingParams, Transfer
 from sagellm.core.tasks import end_tasks, within
 
@@ -38,6 +40,9 @@ logger = logging.getLogger("sagellm")
 
 CALL_S = 10.0
 BEAT_S, SILENCE_S = 1.0, 15.0  # how often a worker says that it lives; when it is given up
+# When an engine is given up that has work and ends no step: if its processes rest, and if they do not.
+STALL_S, LOST_S = 20.0, 80.0
+REST = 0.02  # of the time: processes that use less of it rest
 LOOK_S = 0.5  # how often a caller that waits for workers looks whether it still should
 WHOLE = -1  # in place of a branch: the whole answer
 
@@ -148,6 +153,12 @@ class Master:
     def num_workers(self) -> int:
         return len(self._names)
 
+    @property
+    def engine_ids(self) -> list[str]:
+        """Ids of the engines of all workers."""
+        with self._changed:
+            return list(self._names.values())
+
     def idle(self) -> list[tuple[ControlConnection, str]]:
         """Return workers that write no whole answer, and the ids of their engines."""
         with self._changed:
@@ -164,6 +175,8 @@ class Master:
         finally:
             with self._changed:
                 self._at_work[where] -= 1
+                if not self._at_work[where]:
+                    del self._at_work[where]  # that worker may have gone
 
     def wait_for_workers(self, count: int, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
         """
@@ -285,7 +298,8 @@ class Master:
         return self._joined
 
     async def _beat(self, connection: ControlConnection, _: Beat) -> Taken:
-        self._beats[connection] = 0
+        if connection in self._names:
+            self._beats[connection] = 0
         return Taken()
 
     async def _listen(self) -> None:
@@ -328,8 +342,47 @@ class Master:
         sent.arrived.put(None)
 
 
+class Stalls:
+    """Notices an engine that has work and goes on no more. Counts own turns, so that a process that was stopped is not blamed.
+
+    A step of a large model may take long, but it uses the processor. So an engine whose processes rest is given up after
+    `STALL_S`. Another one is given up after `LOST_S` and four times the longest time without the end of a step so far.
+    """
+
+    def __init__(self) -> None:
+        self._progress, self._turns, self._longest = 0.0, 0, 0
+        self._spent_s = 0.0
+
+    def look(self, has_work: bool, progress: float, spent: Callable[[], float]) -> int:
+        """Take a turn, every `BEAT_S` seconds. Return turns without progress once they are too many, else 0.
+
+        Args:
+            progress: of the engine; it grows with each step.
+            spent: returns processor seconds of the engine's processes.
+        """
+        if not has_work or progress != self._progress:
+            self._longest = max(self._longest, self._turns)
+            self._progress, self._turns, self._spent_s = progress, 0, spent()
+            return 0
+        self._turns += 1
+        quiet_s = self._turns * BEAT_S
+        rests = quiet_s > STALL_S and spent() - self._spent_s < REST * quiet_s
+        return self._turns if rests or quiet_s > LOST_S + 4 * self._longest * BEAT_S else 0
+
+
+def processor_s() -> float:
+    """Return processor seconds of this process and those below it."""
+    own = psutil.Process()
+    found = 0.0
+    for each in (own, *own.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):
+            times = each.cpu_times()
+            found += times.user + times.system
+    return found
+
+
 class Worker:
-    """The side that writes points.
+    """The side that writes points. It leaves the group if its engine has work and goes on no more.
 
     Args:
         engine: opened with `group_hooks(engine_id, key_file)`.
@@ -340,7 +393,9 @@ class Worker:
     """
 
     def __init__(self, engine: GroupEngine, engine_id: str, key_file: Path, address: str) -> None:
-        self.engine = engine
+        self.engine, self._engine_id = engine, engine_id
+        self._owed: dict[int, set[int]] = {}  # by answer: points that are not sent
+        self._stalls = Stalls()
         self._messages: queue.SimpleQueue[Tasks | Complete | None] = queue.SimpleQueue()
         self._loop = _Loop("sagellm-sot-worker")
         try:
@@ -361,6 +416,10 @@ class Worker:
         Raises:
             PeerError: the master has gone.
         """
+        if result.error or result.branch_id == WHOLE:
+            self._owed.pop(result.answer, None)
+        elif (owed := self._owed.get(result.answer)) is not None:
+            owed.discard(result.branch_id)
         self._loop.run(self._connection.call(result, CALL_S, Taken))
 
     def close(self) -> None:
@@ -370,10 +429,26 @@ class Worker:
         self._loop.close()
 
     def _heard(self, _: ControlConnection, event: Any) -> None:
+        if isinstance(event, Tasks):
+            self._owed[event.answer] = {each.branch_id for each in event.branches} or {WHOLE}
+        else:
+            self._owed.pop(event.answer, None)
         self._messages.put(event)
+
+    def _trouble(self) -> str:
+        """Return why the engine writes nothing any more; empty if it goes on."""
+        try:
+            turns = self._stalls.look(any(self._owed.values()), self.engine.progress(), processor_s)
+        except EngineError as error:
+            return str(error)
+        return f"its engine has points to write, and has ended no step for {turns * BEAT_S:g} s" if turns else ""
 
     async def _beat(self) -> None:
         while not self._connection.is_closed:
+            if trouble := self._trouble():
+                logger.error("worker %s leaves: %s", self._engine_id, trouble)
+                await self._connection.close()
+                break
             with contextlib.suppress(PeerError, asyncio.TimeoutError):
                 await self._connection.call(Beat(), CALL_S, Taken)
                 await within(self._connection.wait_closed(), BEAT_S)

@@ -14,9 +14,10 @@ __all__ = [
 ]  # fmt: skip
 
 PER = ("step", "layer", "head")
-WEIGHTS = ("", "bounds", "codes", "exact")
+WEIGHTS = ("", "bounds", "spread", "codes", "exact")
 SUMMARIES = ("bounds", "means")
-KEY_SUM_UNIT = 2.0**-24  # of the native step's sums of keys
+WANTED = {"bounds": {"bounds"}, "spread": {"bounds", "means"}, "codes": {"bounds", "codes"}}  # summaries, by weights
+KEY_SUM_UNIT = 2.0**-12  # of the native step's sums of keys
 PROMPT_WEIGHTS = ("", "strips")
 DROPS_AFTER = ("prompt", "step")
 _NONE = np.empty(0, np.float32)
@@ -41,7 +42,7 @@ class SparseView:
         tables: int64 [sequences, width], blocks of the cache that hold each sequence.
         bounds: float32 [cache blocks, kv_heads, 2, head_size], smallest and largest numbers of the keys of each block of the
             cache in this layer. Empty if no policy asks for them, as with `SparsePolicy.summaries`.
-        key_sums: int64 [cache blocks, kv_heads, head_size], sums of these keys in units of `KEY_SUM_UNIT`. `mean_keys`
+        key_sums: int32 [cache blocks, kv_heads, head_size], sums of these keys in units of `KEY_SUM_UNIT`. `mean_keys`
             divides them.
         first, last: blocks at each end of a sequence that the policy always reads.
         by_head: whether each key head has a choice of its own.
@@ -240,10 +241,12 @@ class SparsePolicy:
     name: ClassVar[str] = ""
     # One choice for all layers, one for each layer, or one for each key head of each layer.
     per: Literal["step", "layer", "head"] = "step"
-    weights: Literal["", "bounds", "codes", "exact"] = ""  # what `SparseView.weights` holds; not with `per` step
+    weights: Literal["", "bounds", "spread", "codes", "exact"] = ""  # what `SparseView.weights` holds; not with `per` step
     # Summaries of keys that `SparseView` holds, for policies that estimate in Python; not with `per` step.
     summaries: tuple[Literal["bounds", "means"], ...] = ()
     # With bounds: how much of the way from the middle of a block's bounds to the largest possible product its estimate goes.
+    # With spread: how often the root of the summed squares of the query's products with half ranges is added to the product
+    # with the mean key.
     reach: float = 1.0
     whole_layers: int = 0  # so many layers, the first ones, read all blocks; not with `per` step
     # Each key head chooses the blocks of a prompt by estimates from strips of `stride` tokens, and `select_prompt_blocks` is
@@ -279,7 +282,7 @@ class SparsePolicy:
     @property
     def wanted_summaries(self) -> set[str]:
         """Summaries of keys that the engine keeps for the policy."""
-        return set(self.summaries) | {"bounds": {"bounds"}, "codes": {"bounds", "codes"}}.get(self.weights, set())
+        return set(self.summaries) | WANTED.get(self.weights, set())
 
     @property
     def drops(self) -> bool:

@@ -126,7 +126,7 @@ def random_view(policy: SparsePolicy, chance: np.random.Generator, step: int) ->
     tables = chance.integers(0, 50, (len(lengths), width))
     summaries = {
         "bounds": ("bounds", np.sort(chance.standard_normal((50, KV_HEADS, 2, HEAD_SIZE)).astype(np.float32), 2)),
-        "means": ("key_sums", chance.integers(-(2**26), 2**26, (50, KV_HEADS, HEAD_SIZE))),
+        "means": ("key_sums", chance.integers(-(2**14), 2**14, (50, KV_HEADS, HEAD_SIZE), np.int32)),
     }
     arrays |= dict(summaries[name] for name in policy.summaries)
     return SparseView(

@@ -22,13 +22,28 @@ from sagellm.core.errors import SpeculationError
 from sagellm.core.options import option_checks
 
 __all__ = [
-    "Ask", "ModelRunner", "SpeculativeStrategy", "StepOutcome", "TargetModel", "Verdict", "check_count", "check_number",
+    "Ask", "Draw", "ModelRunner", "SpeculativeStrategy", "StepOutcome", "TargetModel", "Verdict", "check_count", "check_number",
 ]  # fmt: skip
 
 check_number, check_count = option_checks("speculative strategy", SpeculationError)
 
 MAX_LOOKAHEAD = 64
 MAX_QUIET = 1024  # steps
+
+
+class Draw(NamedTuple):
+    """How the next tokens of a sequence will be drawn, which its seed decides.
+
+    Each token has a number, and the sampler takes the token in whose part of the cumulative probabilities the number lies. So
+    equal texts get equal tokens for equal numbers, and all numbers between two that gave one token give that token.
+
+    Attributes:
+        numbers: float, 0 to 1, one for each guess that is allowed, and one more.
+        way: what else chooses the token: temperature, top_k, top_p and min_p.
+    """
+
+    numbers: Sequence[float]
+    way: tuple[float, int, float, float]
 
 
 class Ask(NamedTuple):
@@ -40,12 +55,17 @@ class Ask(NamedTuple):
         limit: largest number of guesses, 1 or more.
         blocks: int64 [m], the KV blocks of the target model that hold it and the guesses, in order: token t is in block
             `blocks[t // block_size]`. A draft model keeps its own keys and values in blocks of the same numbers.
+        tree: for a strategy that `takes_shape`: False for a list, as where the device computes no trees, True for a tree, None
+            for the one that it likes.
+        draw: for a strategy that `takes_draws`; None where the likeliest tokens are taken, and where the numbers are unknown.
     """
 
     request_id: int
     tokens: np.ndarray
     limit: int
     blocks: np.ndarray
+    tree: bool | None = None
+    draw: Draw | None = None
 
 
 class Verdict(NamedTuple):
@@ -141,6 +161,8 @@ class SpeculativeStrategy(ABC):
             `quiet` are read again after `step_done`. This saves most of the cost of a step without guesses.
         models: folders that `bind` loads beside the target. They are checked and counted before anything is loaded. A
             strategy that wraps another one returns the other's.
+        takes_shape: whether it guesses a list or a tree, as `Ask.tree` says.
+        takes_draws: whether it looks at `Ask.draw`.
         verifier: judges its guesses. Any but the exact one may change answers.
 
     Args:
@@ -154,6 +176,8 @@ class SpeculativeStrategy(ABC):
     joins: bool = False
     models: tuple[Path, ...] = ()
     quiet: int = 0
+    takes_shape: bool = False
+    takes_draws: bool = False
     verifier: Verifier = EXACT
 
     def __init__(self, lookahead: int = 4) -> None:

@@ -1,11 +1,12 @@
 """Guesses for chains of thought: samples of one question, and earlier chains, guess each other while they run."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from sagellm.accel.speculative.base import Ask, SpeculativeStrategy, check_count, check_number
+from sagellm.accel.speculative.base import Ask, Draw, SpeculativeStrategy, check_count, check_number
 
 __all__ = ["ChainStrategy"]
 
@@ -17,15 +18,19 @@ PRIOR, PRIOR_WEIGHT = 0.8, 3.0  # right guesses, of those that are expected, unt
 PROMPT_TOKENS = 2048  # of a prompt, its last
 CLAIM = 0.5  # within a step of probabilities
 KEPT = 0.995  # of what is known, with each guess that is judged
+SURE, FADES = 0.99, 0.5  # of a token, beside the only number of it; by the distance of the numbers
 RETRY = 0.98  # of what is known, with each guess that is not tried: without that it would never be tried again
 
 
 class _Table:
-    """Counts of tokens behind contexts of 1 to `order` tokens. Where one token has followed once, it stands alone."""
+    """Counts of tokens behind contexts of 1 to `order` tokens. Where one token has followed once, it stands alone.
+
+    `drawn`: by hash of a whole text, and of the way to draw, the numbers of draws in order, each with its token."""
 
     def __init__(self, order: int) -> None:
         self._order = order
         self.after: dict[int, int | dict[int, int]] = {}
+        self.drawn: dict[int, list[tuple[float, int]]] = {}
         self.num_tokens = self.num_users = 0
 
     def learn(self, text: Sequence[int], start: int) -> None:
@@ -45,18 +50,41 @@ class _Table:
                     known[token] = known.get(token, 0) + 1
 
 
+class _Text:
+    """A request.
+
+    Attributes:
+        tokens: all so far.
+        prompt: hash of its prompt.
+        whole: hash of all its tokens.
+        guesses: the latest, each with what it is judged by.
+        draw: that of the latest ask.
+    """
+
+    __slots__ = ("draw", "guesses", "prompt", "tokens", "whole")
+
+    def __init__(self, tokens: list[int], prompt: int) -> None:
+        self.tokens, self.prompt, self.whole = tokens, prompt, prompt
+        self.guesses: list[tuple[int, int]] = []
+        self.draw: Draw | None = None
+
+
 class ChainStrategy(SpeculativeStrategy):
     """Contexts of 1 to `order` tokens are counted in the prompt, and in all answers, also in those that run. Requests with
     equal prompts share the counts. The guess is the token with the highest probability: that of the longest context that is
     known, mixed with those of the next two shorter ones.
 
+    Behind a whole text where tokens were drawn before, the guess is the token of the draw with the nearest number. An equal
+    number draws that token again, and so does a number between two of one token. So all of a sample is known that comes again
+    with its seed.
+
     How often such guesses were right corrects the probability: they are judged by length of the context and probability.
     Guesses end where all of them are right with less than `min_probability`. Below eight sequences in a step less is enough,
     in proportion, since fewer share what a step costs without guesses.
 
-    Memory: under 150 bytes for each context of a token, so under 1 kB a token with `order` 6. The counts of answers hold
-    `max_tokens` tokens at most, and drop the older half when they are full. Those of a prompt hold its last 2,048 tokens, as
-    long as a request with it runs.
+    Memory: under 150 bytes for each context of a token and 300 for its draw, so under 1.2 kB a token with `order` 6. Both
+    hold `max_tokens` tokens of answers at most, and drop the older half when they are full. The counts of a prompt hold its
+    last 2,048 tokens, as long as a request with it runs.
 
     Args:
         lookahead: see `SpeculativeStrategy`.
@@ -72,7 +100,7 @@ class ChainStrategy(SpeculativeStrategy):
     """
 
     name = "chain"
-    joins = True
+    joins = takes_draws = True
 
     def __init__(
         self, lookahead: int = 16, order: int = 6, min_probability: float = 0.6, max_tokens: int = 50_000
@@ -83,60 +111,57 @@ class ChainStrategy(SpeculativeStrategy):
         self.max_tokens = check_count(self.name, "max_tokens", max_tokens, 1000, 2**24)
         self._new, self._old = _Table(self.order), _Table(self.order)
         self._prompts: dict[int, _Table] = {}  # by hash
-        self._prompt_of: dict[int, int] = {}  # request -> hash
-        self._texts: dict[int, list[int]] = {}
-        self._proposed: dict[int, list[tuple[int, int]]] = {}  # request -> its latest guesses, with what they are judged by
-        self._judged = [PRIOR_WEIGHT] * (self.order * STEPS)
-        self._right = [_prior(kind) for kind in range(self.order * STEPS)]
+        self._texts: dict[int, _Text] = {}
+        kinds = range((self.order + 1) * STEPS)
+        self._judged = [PRIOR_WEIGHT for _ in kinds]
+        self._right = [_prior(kind) for kind in kinds]
 
     def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
         least = self.min_probability * min(1.0, len(asks) / MANY)
         answers = []
         for ask in asks:
-            text, tail = self._texts.get(ask.request_id, ()), ask.tokens[-self.order :].tolist()
-            if len(text) != len(ask.tokens) or text[-self.order :] != tail:
+            text, tail = self._texts.get(ask.request_id), ask.tokens[-self.order :].tolist()
+            if text is None or len(text.tokens) != len(ask.tokens) or text.tokens[-self.order :] != tail:
                 self.begin(ask.request_id, ask.tokens)
-            prompt = self._prompts[self._prompt_of[ask.request_id]]
-            found = self._proposed[ask.request_id] = self._guesses(prompt, tail, ask.limit, least)
-            answers.append([token for token, _ in found])
+                text = self._texts[ask.request_id]
+            text.draw = ask.draw
+            text.guesses = self._guesses(text, tail, ask.limit, least)
+            answers.append([token for token, _ in text.guesses])
         return answers
 
     def begin(self, request_id: int, tokens: np.ndarray) -> None:
-        text, before = tokens.tolist(), self._texts.get(request_id, [])
-        if before and before == text[: len(before)]:
-            known = len(before)
-        else:
+        new, text = tokens.tolist(), self._texts.get(request_id)
+        if text is None or text.tokens != new[: len(text.tokens)]:
             self.end(request_id)
-            known = max(1, len(text) - 1)  # the last token is the first of the answer, where samples part
-            key = self._prompt_of[request_id] = hash(tuple(text[:known]))
+            known = max(1, len(new) - 1)  # the last token is the first of the answer, where samples part
+            key = hash(tuple(new[:known]))
             if key not in self._prompts:
                 self._prompts[key] = _Table(self.order)
-                self._prompts[key].learn(text[:known], max(0, known - PROMPT_TOKENS))
+                self._prompts[key].learn(new[:known], max(0, known - PROMPT_TOKENS))
             self._prompts[key].num_users += 1
-        self._texts[request_id] = text
-        self._learn(text, known)
+            text = self._texts[request_id] = _Text(new[:known], key)
+        text.draw = None
+        self._append(text, new[len(text.tokens) :])
 
     def accept(self, request_id: int, tokens: Sequence[int]) -> None:
         text = self._texts.get(request_id)
         if text is None:
             return
-        for (guess, kind), token in zip(self._proposed.pop(request_id, ()), tokens, strict=False):
+        for (guess, kind), token in zip(text.guesses, tokens, strict=False):
             self._judged[kind] = KEPT * self._judged[kind] + 1
             self._right[kind] = KEPT * self._right[kind] + (guess == token)
             if guess != token:
                 break
-        start = len(text)
-        text += tokens
-        self._learn(text, start)
+        self._append(text, tokens)
+        text.guesses, text.draw = [], None
 
     def end(self, request_id: int) -> None:
-        if self._texts.pop(request_id, None) is None:
+        text = self._texts.pop(request_id, None)
+        if text is None:
             return
-        self._proposed.pop(request_id, None)
-        key = self._prompt_of.pop(request_id)
-        self._prompts[key].num_users -= 1
-        if not self._prompts[key].num_users:
-            del self._prompts[key]
+        self._prompts[text.prompt].num_users -= 1
+        if not self._prompts[text.prompt].num_users:
+            del self._prompts[text.prompt]
 
     def report(self) -> dict[str, Any]:
         """`contexts` of `tokens` of answers, which are at most `max_tokens`; `prompts` of running requests."""
@@ -145,23 +170,31 @@ class ChainStrategy(SpeculativeStrategy):
             "prompts": len(self._prompts),
         }  # fmt: skip
 
-    def _learn(self, text: list[int], start: int) -> None:
-        half = self.max_tokens // 2
-        start = max(start, len(text) - half)
-        if self._new.num_tokens + len(text) - start > half:
+    def _append(self, text: _Text, tokens: Sequence[int]) -> None:
+        half, draw = self.max_tokens // 2, text.draw
+        before = len(text.tokens)
+        text.tokens += tokens
+        start = max(before, len(text.tokens) - half)
+        if self._new.num_tokens + len(text.tokens) - start > half:
             self._new, self._old = _Table(self.order), self._new
-        self._new.learn(text, start)
+        self._new.learn(text.tokens, start)
+        for place, token in enumerate(tokens):
+            if draw is not None and place < len(draw.numbers) and before + place >= start:
+                known = self._new.drawn.setdefault(hash((text.whole, draw.way)), [])
+                at = bisect_left(known, (draw.numbers[place], token))
+                if known[at : at + 1] != [(draw.numbers[place], token)]:
+                    known.insert(at, (draw.numbers[place], token))
+            text.whole = hash((text.whole, token))
 
-    def _guesses(self, prompt: _Table, tail: list[int], limit: int, least: float) -> list[tuple[int, int]]:
+    def _guesses(self, text: _Text, tail: list[int], limit: int, least: float) -> list[tuple[int, int]]:
         """Guesses behind the last tokens of a text, each with what it is judged by."""
         found: list[tuple[int, int]] = []
-        chance = 1.0
+        chance, whole, prompt = 1.0, text.whole, self._prompts[text.prompt].after
         while len(found) < limit:
-            length, mixed = self._mixed(prompt.after, tail)
+            token, claim, length = self._drawn(whole, text.draw, len(found)) or self._likeliest(prompt, tail)
             if not length:
                 break
-            token = max(mixed, key=mixed.__getitem__)
-            kind = (length - 1) * STEPS + min(int(mixed[token] * STEPS), STEPS - 1)
+            kind = (length - 1) * STEPS + min(int(claim * STEPS), STEPS - 1)
             chance *= self._right[kind] / self._judged[kind]
             if chance < least:
                 if not found:
@@ -170,7 +203,32 @@ class ChainStrategy(SpeculativeStrategy):
                 break
             found.append((token, kind))
             tail = [*tail[-self.order + 1 :], token] if self.order > 1 else [token]
+            whole = hash((whole, token))
         return found
+
+    def _drawn(self, whole: int, draw: Draw | None, place: int) -> tuple[int, float, int] | None:
+        """As `_likeliest`, from draws behind the same text, which counts as longer than any context; None without any."""
+        if draw is None:
+            return None
+        key, number = hash((whole, draw.way)), draw.numbers[place]
+        sides = []
+        for known in (self._new.drawn.get(key, ()), self._old.drawn.get(key, ())):
+            at = bisect_left(known, (number,))
+            sides += [(abs(each - number), each < number, token) for each, token in known[max(0, at - 1) : at + 1]]
+        if not sides:
+            return None
+        distance, is_below, token = min(sides)
+        is_between = any([other == token and below != is_below for _, below, other in sides])
+        return token, 1.0 if is_between or not distance else max(0.0, SURE - FADES * distance), self.order + 1
+
+    def _likeliest(self, prompt: dict[int, int | dict[int, int]], tail: list[int]) -> tuple[int, float, int]:
+        """The likeliest token behind the contexts that are known, its probability, and the length of the longest; 0 if none
+        is known."""
+        length, mixed = self._mixed(prompt, tail)
+        if not length:
+            return 0, 0.0, 0
+        token = max(mixed, key=mixed.__getitem__)
+        return token, mixed[token], length
 
     def _mixed(self, prompt: dict[int, int | dict[int, int]], tail: list[int]) -> tuple[int, dict[int, float]]:
         """Length of the longest context that is known, and probabilities of the next token."""

@@ -39,9 +39,9 @@ class _Known:
     def forget_guesses(self) -> None:
         self.guesses, self.others, self.chances = [], [], []
 
-    def draft(self, limit: int) -> Draft:
+    def draft(self, limit: int, is_tree: bool) -> Draft:
         """The `limit` likeliest of all guesses. Others than the likeliest of a place have no guesses behind them."""
-        if not any(self.others):
+        if not is_tree or not any(self.others):
             return list(self.guesses)
         nodes, chance = [], 1.0  # minus chance, place, rank, token
         for place, (guess, others) in enumerate(zip(self.guesses, self.others, strict=True)):
@@ -112,6 +112,7 @@ class DraftModelStrategy(SpeculativeStrategy):
         if type(step_tokens) is not int or step_tokens < 1:
             raise SpeculationError(f"step_tokens is {step_tokens!r}; give a whole number of 1 or more.")
         self._top_k = check_count(self.name, "top_k", top_k, 1, 8)
+        self.takes_shape = self._top_k > 1
         self.models = (Path(model),)
         self._min_probability, self._step_tokens = min_probability, step_tokens
         self._runner: ModelRunner | None = None
@@ -136,7 +137,7 @@ class DraftModelStrategy(SpeculativeStrategy):
         num = 1
         while places:
             # The token that a text has got last is not computed yet: it comes after `size` and the guesses before it.
-            places = [place for place in places if known[place].guesses and asks[place].limit > num * self._top_k]
+            places = [place for place in places if known[place].guesses and asks[place].limit > num * self._width(asks[place])]
             if places:
                 self._guess(
                     asks, known, places, [np.array(known[place].guesses[-1:]) for place in places],
@@ -144,7 +145,11 @@ class DraftModelStrategy(SpeculativeStrategy):
                 )  # fmt: skip
                 places = [place for place in places if len(known[place].guesses) > num]
             num += 1
-        return [state.draft(ask.limit) for ask, state in zip(asks, known, strict=True)]
+        return [state.draft(ask.limit, self._width(ask) > 1) for ask, state in zip(asks, known, strict=True)]
+
+    def _width(self, ask: Ask) -> int:
+        """Guesses of a place, which share the limit."""
+        return 1 if ask.tree is False else self._top_k
 
     def _catch_up(self, asks: Sequence[Ask], known: list[_Known]) -> list[int]:
         """Compute what is missing, within the bound; places of the texts that lack nothing, with a first guess each."""

@@ -1,4 +1,4 @@
-"""Asks another strategy for as many guesses as pay, by measured acceptance, batch size and step times; none where none does."""
+"""Asks another strategy for as many guesses as pay, in a list or a tree, by measured acceptance, batch size and step times."""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,9 @@ FIRST_PAUSE, LONGEST_PAUSE = 4, 256  # steps
 HELD_UP = 1.5  # times what a step takes: a longer one says nothing about guesses
 PROBE_SHARE = 0.005  # of all time, that probes may cost before pauses are as long as they get
 PLAIN_EVERY = 64  # steps with guesses, after which one without them says what they are compared with
-VARY_EVERY = 32  # steps with guesses, after which more or fewer are tried; at first sooner
+VARY_EVERY = 32  # steps with guesses, after which more, fewer or another shape are tried; at first sooner
+LIST_OR_TREE = (False, True)  # as `Ask.tree`
+SHAPE_NAMES = {None: "own", False: "chain", True: "tree"}
 
 
 class DynamicLookaheadStrategy(SpeculativeStrategy):
@@ -34,6 +36,9 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
     When it is empty, or nothing is expected to pay, the strategy is silent for a pause, then tries a guess or two on few
     sequences; pauses double as long as those fail. So work that cannot be guessed loses `budget` of its throughput and not
     more, beside the purse's first content of less than a step. While it is silent `lookahead` is 0, and no strategy is asked.
+
+    It asks a strategy that `takes_shape` for chains or trees, whichever promise more tokens a second. Each has an acceptance of
+    its own, and the other one is tried now and then. Trees win where several tokens are about as likely and rows are cheap.
 
     Deterministic: equal outcomes, equal guesses. In a pause it is `quiet`, unless the strategy wants each token at once.
 
@@ -58,11 +63,15 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
         if not (isinstance(budget, (int, float)) and 0 < budget < 1):
             raise SpeculationError(f"budget is {budget!r}; give a share of the time above 0 and below 1, such as 0.01.")
         self.models, self.joins, self.verifier = self.wrapped.models, self.wrapped.joins, self.wrapped.verifier
+        self.takes_draws = self.wrapped.takes_draws
         self.most = min(self.lookahead, self.wrapped.lookahead)
         self.lookahead = self.most
         self.budget = float(budget)
         self.times = RowTimes(_table(table))
-        self.acceptance = Acceptance(self.most)
+        self._shapes = LIST_OR_TREE if self.wrapped.takes_shape else (None,)
+        self._shape = self._shapes[0]  # of the latest guesses
+        self._of_shape = {shape: Acceptance(self.most) for shape in self._shapes}
+        self._shape_steps = dict.fromkeys(self._shapes, 0)
         self._asked: dict[int, int] = {}  # of the step that runs: request -> guesses
         self._mode = ""
         self._num_sequences = 0  # of the latest step
@@ -71,9 +80,14 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
         self._purse: float | None = None  # seconds; None: no plain step was seen yet
         self._pause, self._pause_left = FIRST_PAUSE, 0
         self._step = self._since_plain = self._num_active = 0
-        self._vary_at, self._is_more = 4, False
+        self._vary_at, self._num_varied = 4, 0
         self._chosen = [0] * (self.most + 1)
         self._modes = {"silent": 0, "plain": 0, "probe": 0, "active": 0}
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """How likely guesses are right, in the shape that is in use."""
+        return self._of_shape[self._shape]
 
     # ---- what the wrapped one is told
 
@@ -87,7 +101,8 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
         self.wrapped.accept(request_id, tokens)
 
     def end(self, request_id: int) -> None:
-        self.acceptance.forget(request_id)
+        for acceptance in self._of_shape.values():
+            acceptance.forget(request_id)
         self.wrapped.end(request_id)
 
     # ---- a step
@@ -103,7 +118,7 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
         self._asked.update({ask.request_id: count for ask, count in zip(asks, wanted, strict=True) if count})
         places = [number for number, count in enumerate(wanted) if count]
         if places:
-            asked = [asks[number]._replace(limit=wanted[number]) for number in places]
+            asked = [asks[number]._replace(limit=wanted[number], tree=self._shape) for number in places]
             for number, guesses in zip(places, self.wrapped.propose(asked), strict=True):
                 answers[number] = guesses
         for count in wanted:
@@ -129,6 +144,7 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
                 self.acceptance.add(request, count, num_drafted, num_accepted, self._step, outcome.paths.get(request))
                 num_right += num_accepted
         if asked:
+            self._shape_steps[self._shape] += 1
             self._ask_s += 0.1 * (outcome.propose_s / len(asked) - self._ask_s)
         self._pay(outcome, mode, num_right, plain_s)
         self._since_plain = self._since_plain + 1 if outcome.num_rows > num_sequences else 0
@@ -143,15 +159,18 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
         elif mode == "silent" and self._pause_left:
             self._pause_left -= 1
             if not self._pause_left:
-                self.acceptance.doubt()
+                for acceptance in self._of_shape.values():
+                    acceptance.doubt()
         self.lookahead = 0 if self._pause_left else self.most
         self.wrapped.step_done(outcome)
 
     def report(self) -> dict[str, Any]:
-        """`chosen`: how often a request was asked for 0, 1, ... guesses, while not silent. `steps`: by what they were for."""
+        """`chosen`: how often a request was asked for 0, 1, ... guesses, while not silent. `steps`: by what they were for.
+        `shapes`: steps with guesses, by the shape that was wanted. `acceptance`: of the shape in use."""
         return {
             "strategy": self.wrapped.name, "most": self.most, "chosen": list(self._chosen), "steps": dict(self._modes),
             "pause": self._pause, "purse_s": self._purse or 0.0, "ask_s": self._ask_s, "times": self.times.report(),
+            "shapes": {SHAPE_NAMES[shape]: count for shape, count in self._shape_steps.items()},
             "acceptance": self.acceptance.report(), "own": self.wrapped.report(),
         }  # fmt: skip
 
@@ -181,15 +200,46 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
         return counts
 
     def _best(self, asks: Sequence[Ask], num_sequences: int, plain_s: float) -> list[int]:
-        """The most expected tokens a second. The next guess goes to the sequence that gains most by it, so the best
-        choice of each total is a start of one order, and one curve over totals is searched."""
+        """Choose the shape and the numbers of guesses with the most expected tokens a second. None if no guess pays."""
         limits = [min(ask.limit, self.most) for ask in asks]
-        most = min(sum(limits), self._boldest(num_sequences, plain_s))
-        filled = min(1.0, max(self.acceptance.filled, 0.02))
-        curve = self.times.curve(num_sequences, most)
+        curve = self.times.curve(num_sequences, min(sum(limits), self._boldest(num_sequences, plain_s)))
+        shapes = self._shapes if all([ask.tree is None for ask in asks]) else self._shapes[:1]
+        found = {shape: self._search(asks, limits, num_sequences, curve, shape) for shape in shapes}
+        shape = max(found, key=lambda each: found[each][0])
+        speed, best, order = found[shape]
+        self._gain = speed * plain_s / num_sequences
+        if self._gain < 1 + MIN_GAIN:
+            return [0] * len(asks)
+        if self._num_active >= self._vary_at:
+            self._vary_at = self._num_active + min(VARY_EVERY, max(4, self._num_active // 4))
+            self._num_varied += 1
+            if len(found) > 1 and self._num_varied % 3 == 0:
+                shape = next(each for each in found if each is not shape)
+                _, other, order = found[shape]
+                best = other or min(best, len(order))
+            elif self._num_varied % 2:
+                best = min(len(order), best + best // 2 + 1)
+            else:
+                best = max(1, best // 2)
+        self._shape = shape
+        counts = [0] * len(asks)
+        for number in order[:best]:
+            counts[number] += 1
+        return counts
+
+    def _search(
+        self, asks: Sequence[Ask], limits: list[int], num_sequences: int, curve: Sequence[float], shape: bool | None
+    ) -> tuple[float, int, list[int]]:  # fmt: skip
+        """Return the highest speed, its number of guesses, and who gets the first guess, the second, and so on.
+
+        The next guess goes to the sequence that gains most by it, so the best choice of each total is a start of one order,
+        and one curve over totals is searched.
+        """
+        acceptance = self._of_shape[shape]
+        filled = min(1.0, max(acceptance.filled, 0.02))
         best, speed, num_asked, tokens = 0, num_sequences / curve[0], 0, float(num_sequences)
-        order: list[int] = []  # who gets the first guess, the second, ...
-        for number, place, gain in self._by_gain(asks, limits, most):
+        order: list[int] = []
+        for number, place, gain in self._by_gain(acceptance, asks, limits, len(curve) - 1):
             order.append(number)
             num_asked += place == 0
             tokens += filled * gain
@@ -200,22 +250,14 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
                 seconds += (rows - low) * (curve[low + 1] - curve[low])
             if tokens / seconds > speed:
                 best, speed = len(order), tokens / seconds
-        self._gain = speed * plain_s / num_sequences
-        if self._gain < 1 + MIN_GAIN:
-            return [0] * len(asks)
-        if self._num_active >= self._vary_at:
-            self._vary_at = self._num_active + min(VARY_EVERY, max(4, self._num_active // 4))
-            self._is_more = is_more = not self._is_more
-            best = min(len(order), best + best // 2 + 1) if is_more else max(1, best // 2)
-        counts = [0] * len(asks)
-        for number in order[:best]:
-            counts[number] += 1
-        return counts
+        return speed, best, order
 
-    def _by_gain(self, asks: Sequence[Ask], limits: list[int], most: int) -> Iterator[tuple[int, int, float]]:
+    def _by_gain(
+        self, acceptance: Acceptance, asks: Sequence[Ask], limits: list[int], most: int
+    ) -> Iterator[tuple[int, int, float]]:
         """(who, place, chance of a further token) of `most` guesses, the likeliest first."""
-        common = self.acceptance.by_place()
-        scales = self.acceptance.scales([ask.request_id for ask in asks], self._step)
+        common = acceptance.by_place()
+        scales = acceptance.scales([ask.request_id for ask in asks], self._step)
         heap = [(-min(common[0] * scale, SUREST), number, 0) for number, scale in enumerate(scales)]
         heapify(heap)
         for _ in range(most):

@@ -39,13 +39,14 @@ class Statistics:
     def __init__(self) -> None:
         self.drafted_at: list[int] = []
         self.accepted_at: list[int] = []
-        self.num_steps = self.num_sequences = self.num_guessed = 0
+        self.num_steps = self.num_sequences = self.num_guessed = self.num_trees = 0
         self.propose_s = self.step_s = 0.0
 
     def add(self, outcome: StepOutcome) -> None:
         self.add_plain(len(outcome.verdicts), outcome.step_s, outcome.propose_s)
         if outcome.num_rows == len(outcome.verdicts):
             return  # no guesses
+        self.num_trees += len(outcome.paths)
         for _, num_drafted, num_accepted in outcome.verdicts:
             self.num_guessed += num_drafted > 0
             if num_drafted > len(self.drafted_at):
@@ -65,11 +66,15 @@ class Statistics:
         self.step_s += step_s
 
     def report(self) -> dict[str, Any]:
-        """`mean_accepted`: right guesses of a sequence that had any, in a step. `tokens_per_step`: tokens of a sequence in a
-        decode step; 1 without guesses."""
+        """`guessed`: decode steps of a sequence with guesses; `trees`: those whose guesses were a tree.
+
+        `mean_accepted`: right guesses of a sequence that had any, in a step. `tokens_per_step`: tokens of a sequence in a
+        decode step; 1 without guesses.
+        """
         drafted, accepted = sum(self.drafted_at), sum(self.accepted_at)
         return {
             "steps": self.num_steps, "sequences": self.num_sequences, "guessed": self.num_guessed,
+            "trees": self.num_trees,
             "drafted": drafted, "accepted": accepted,
             "drafted_at": list(self.drafted_at), "accepted_at": list(self.accepted_at),
             "acceptance": accepted / drafted if drafted else 0.0,

@@ -13,6 +13,8 @@ from sagellm.core.errors import SpeculationError
 
 __all__ = ["SuffixStrategy"]
 
+MIN_PROBABILITY = {False: 0.2, True: 0.1}  # of the guesses of a list, and of a tree
+
 
 class SuffixStrategy(SpeculativeStrategy):
     """Two suffix trees with counts: of the request's prompt and answer, and of the answers of requests that have ended.
@@ -28,7 +30,7 @@ class SuffixStrategy(SpeculativeStrategy):
 
     With `tree` the guesses are the likeliest of all continuations, of all m and both trees, as a `DraftTree`. There the chance
     of a guess is that of the guess before it, times its share, times m / (m + 1). Where two m know a guess, the higher
-    chance counts.
+    chance counts. Without a word on `tree`, an `Ask` may want either; a list is the default.
 
     Memory, measured on texts of 2 to 30,000 tokens: 50 to 180 bytes a token of a running request, 70 to 130 of the history.
     It stays under 200, since a token adds at most two nodes of 40 bytes. The history holds `max_tokens` tokens at most.
@@ -36,8 +38,8 @@ class SuffixStrategy(SpeculativeStrategy):
     Args:
         lookahead: see `SpeculativeStrategy`.
         max_depth: tokens of match and guesses that a tree knows, 2 to 128.
-        min_probability: 0 to 1; by default 0.2, with `tree` 0.1.
-        tree: guess trees of up to `lookahead` tokens.
+        min_probability: 0 to 1; by default 0.2, of trees 0.1.
+        tree: guess trees of up to `lookahead` tokens, or lists; by default as asked.
         max_tokens: size of the history of answers, 0 to 2**28. The oldest are dropped first; the end of a longer
         answer is kept.
         reference: the plain Python twins in place of the native trees.
@@ -54,17 +56,21 @@ class SuffixStrategy(SpeculativeStrategy):
 
     def __init__(
         self, lookahead: int = 8, max_depth: int = 32, min_probability: float | None = None, max_tokens: int = 100_000,
-        reference: bool = False, tree: bool = False,
+        reference: bool = False, tree: bool | None = None,
     ) -> None:  # fmt: skip
         super().__init__(lookahead)
         self.max_depth = check_count(self.name, "max_depth", max_depth, 2, 128)
-        if not isinstance(tree, bool):
+        if not (tree is None or isinstance(tree, bool)):
             raise SpeculationError(f"tree is {tree!r}; give true or false, and the size of a tree as lookahead.")
-        self.tree = tree
-        if min_probability is None:
-            min_probability = 0.1 if tree else 0.2
-        self.min_probability = check_number(self.name, "min_probability", min_probability, 0, 1)
+        self.tree, self.takes_shape = bool(tree), tree is None
+        if min_probability is not None:
+            check_number(self.name, "min_probability", min_probability, 0, 1)
+        self._least = {
+            is_tree: default if min_probability is None else float(min_probability)
+            for is_tree, default in MIN_PROBABILITY.items()
+        }
         self.max_tokens = check_count(self.name, "max_tokens", max_tokens, 0, 2**28)
+        self.min_probability = self._least[self.tree]
         self._make = ReferenceSuffixIndex if reference else _core.SuffixIndex
         self._history = (ReferenceSuffixHistory if reference else _core.SuffixHistory)(self.max_depth, self.max_tokens)
         self._indices: dict[int, _core.SuffixIndex | ReferenceSuffixIndex] = {}
@@ -77,8 +83,9 @@ class SuffixStrategy(SpeculativeStrategy):
             if index is None:
                 self.begin(ask.request_id, ask.tokens)
                 index = self._indices[ask.request_id]
-            given = ask.tokens, ask.limit, self.min_probability, self._history
-            if not self.tree:
+            is_tree = bool(ask.tree) if self.takes_shape else self.tree
+            given = ask.tokens, ask.limit, self._least[is_tree], self._history
+            if not is_tree:
                 proposals.append(index.propose(*given))
                 continue
             found = index.propose_tree(*given)

@@ -8,13 +8,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from sagellm.comm_backend.domestic.libraries import LIBRARIES, library, missing, require, torch_backend
+from sagellm.comm_backend.domestic.libraries import library, missing, require, torch_backend
 from sagellm.comm_backend.torch_groups import NcclBackend
 from sagellm.core.errors import CommError
 
 __all__ = ["BkclBackend", "CnclBackend", "HcclBackend", "McclBackend", "RcclBackend", "VendorBackend", "process_group"]
-
-DEVICES = {each.name: (each.device_type,) for each in LIBRARIES}
 
 
 def process_group(name: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Any:
@@ -41,6 +39,10 @@ def process_group(name: str, store: dist.Store, rank: int, world_size: int, time
 class VendorBackend(NcclBackend):
     """Tensors on the vendor's devices, one a rank: that of the rank's current device. Work ends on the host, as with NCCL."""
 
+    def __init_subclass__(cls) -> None:
+        if "device_types" not in vars(cls):
+            cls.device_types = (library(cls.name).device_type,)
+
     @classmethod
     def missing(cls) -> str:
         return missing(cls.name)
@@ -59,32 +61,27 @@ class HcclBackend(VendorBackend):
     """Huawei Ascend, by torch_npu."""
 
     name = "hccl"
-    device_types = DEVICES["hccl"]
 
 
 class CnclBackend(VendorBackend):
     """Cambricon, by torch_mlu."""
 
     name = "cncl"
-    device_types = DEVICES["cncl"]
 
 
 class RcclBackend(VendorBackend):
     """AMD, by a torch that is built for ROCm."""
 
     name = "rccl"
-    device_types = DEVICES["rccl"]
 
 
 class BkclBackend(VendorBackend):
     """Baidu Kunlunxin, by torch_xmlir, whose devices answer as CUDA's."""
 
     name = "bkcl"
-    device_types = DEVICES["bkcl"]
 
 
 class McclBackend(VendorBackend):
     """MetaX, by a torch that is built for MACA, whose devices answer as CUDA's."""
 
     name = "mccl"
-    device_types = DEVICES["mccl"]

@@ -15,6 +15,7 @@ from sagellm.accel.kernels.domestic import VENDORS, Vendor
 from sagellm.accel.kernels.domestic.probe import find_nodes, has_module, shown_nodes
 from sagellm.core.enums import StrEnum
 from sagellm.core.errors import CommError
+from sagellm.core.options import find_row
 
 __all__ = [
     "LIBRARIES",
@@ -82,10 +83,7 @@ LIBRARIES = _libraries()
 
 def library(name: str) -> VendorLibrary:
     """Raises CommError: unknown."""
-    for each in LIBRARIES:
-        if each.name == name.lower():
-            return each
-    raise CommError(f"unknown vendor library {name!r}; known are: {', '.join(each.name for each in LIBRARIES)}.")
+    return find_row(LIBRARIES, name.lower(), "vendor library", CommError)
 
 
 def vendor_libraries(dev: Path = Path("/dev"), is_installed: Callable[[str], bool] | None = None) -> list[VendorState]:

@@ -4,7 +4,7 @@ import ipaddress
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from sagellm.core.errors import TransferError
 
@@ -35,10 +35,15 @@ def kept_to_loopback(library: str) -> Iterator[None]:
     for fd, inode in _sockets().items():
         if inode in before:
             continue
-        with socket.socket(fileno=os.dup(fd)) as found:
+        try:
+            found = socket.socket(fileno=os.dup(fd))
+        except OSError:  # another thread has closed it meanwhile
+            continue
+        with found:
             if not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 continue
-            os.set_inheritable(fd, False)
+            with suppress(OSError):
+                os.set_inheritable(fd, False)
             if is_loopback(found.getsockname()[0]):
                 continue
             try:

@@ -1,9 +1,8 @@
 """KV blocks over Mooncake's transfer engine, the library itself, by TCP.
 
 Its sockets have no authentication: a client that reaches them may read and write registered memory. With a loopback
-`host` they are
-kept to this machine; with another one, keep the network between the engines closed to others. Endpoints carry a proof of the
-group's key, so a peer of another group is refused before anything is read.
+`host` they are kept to this machine; with another one, keep the network between the engines closed to others. Endpoints
+carry a proof of the group's key, so a peer of another group is refused before anything is read.
 
 A read cannot be taken back, and a read from a peer that stands still never ends; hence `staged`. Connecting to such a peer
 blocks the whole transfer engine, so each link has a transfer engine of its own. RDMA goes through LMDeploy's own backend.
@@ -22,18 +21,13 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from pydantic import Field
 
-from sagellm.comm_backend.kv_transfer.base import KVTransferChannel, Read
-from sagellm.comm_backend.kv_transfer.conversion import Pieces
-from sagellm.comm_backend.kv_transfer.endpoint_proof import check_proof, proof_of
 from sagellm.comm_backend.kv_transfer.layout import Model
 from sagellm.comm_backend.kv_transfer.library_settings import library_settings
 from sagellm.comm_backend.kv_transfer.listeners import is_loopback, kept_to_loopback
-from sagellm.comm_backend.kv_transfer.plan import TransferEndpoint, parsed
-from sagellm.comm_backend.kv_transfer.staged import RemoteReads, Span, Staging
-from sagellm.comm_backend.kv_transfer.turns import Run
+from sagellm.comm_backend.kv_transfer.plan import TransferEndpoint
+from sagellm.comm_backend.kv_transfer.staged import RemoteReads, Span, StagedChannel, Staging
 from sagellm.core.errors import TransferError, TransferTimeoutError
 
 __all__ = ["MooncakeChannel"]
@@ -147,10 +141,11 @@ class _Link(NamedTuple):
     bases: tuple[int, ...]
 
 
-class MooncakeChannel(KVTransferChannel):
+class MooncakeChannel(StagedChannel):
     """Over Mooncake's transfer engine by TCP, between hosts too."""
 
     name = "mooncake"
+    Address = Address
 
     @classmethod
     def missing(cls) -> str:
@@ -178,13 +173,10 @@ class MooncakeChannel(KVTransferChannel):
             "session": self._engine.session, "bases": list(bases), "token_at": self._token.ctypes.data,
             "token": self._token.tobytes().hex(),
         }  # fmt: skip
-        return {**address, "proof": proof_of(self.options.key, self.name, self.region.layout, address)}
+        return self._proved(address)
 
     def _connect(self, endpoint: TransferEndpoint, deadline: float) -> _Link:
-        check_proof(self.options.key, self.name, endpoint.layout, endpoint.address)
-        address = parsed(Address, endpoint.address, "address of the peer")
-        if len(address.bases) != len(endpoint.layout.parts):
-            raise TransferError(f"address of the peer: {len(address.bases)} memories for {len(endpoint.layout.parts)} parts.")
+        address = self._address_of(endpoint)
         with self._engines_lock:
             engine = self._idle.pop() if self._idle else None
         engine = engine or _Engine(self.options.host)
@@ -202,14 +194,7 @@ class MooncakeChannel(KVTransferChannel):
         return link
 
     def _token_of(self, link: _Link, address: Address, deadline: float) -> bytes:
-        token = torch.zeros(TOKEN_BYTES, dtype=torch.uint8)
-        zero = np.zeros(1, np.int64)
-        run = Run("connect", address.session, deadline - time.monotonic())
-        self._staging.read(link.reads, [address.token_at], [Read(Pieces(0, zero, zero, zero + TOKEN_BYTES), token)], run)
-        return token.numpy().tobytes()
-
-    def _read(self, link: _Link, reads: Sequence[Read], run: Run) -> None:
-        self._staging.read(link.reads, link.bases, reads, run)
+        return self._first_bytes(link.reads, address.token_at, TOKEN_BYTES, address.session, deadline)
 
     def _disconnect(self, link: _Link) -> None:
         self._put_back(link.engine)

@@ -12,25 +12,18 @@ import importlib
 import logging
 import secrets
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from pydantic import Field
 
-from sagellm.comm_backend.kv_transfer.base import KVTransferChannel, Read
-from sagellm.comm_backend.kv_transfer.conversion import Pieces
-from sagellm.comm_backend.kv_transfer.endpoint_proof import check_proof, proof_of
 from sagellm.comm_backend.kv_transfer.layout import Model
 from sagellm.comm_backend.kv_transfer.library_settings import library_settings
 from sagellm.comm_backend.kv_transfer.listeners import is_loopback, kept_to_loopback
-from sagellm.comm_backend.kv_transfer.plan import TransferEndpoint, parsed
-from sagellm.comm_backend.kv_transfer.staged import RemoteReads, Span, Staging
-from sagellm.comm_backend.kv_transfer.turns import Run
+from sagellm.comm_backend.kv_transfer.plan import TransferEndpoint
+from sagellm.comm_backend.kv_transfer.staged import RemoteReads, Span, StagedChannel, Staging
 from sagellm.core.errors import TransferError
 
 __all__ = ["NixlChannel"]
@@ -104,10 +97,11 @@ class _Link(NamedTuple):
     agent: str
 
 
-class NixlChannel(KVTransferChannel):
+class NixlChannel(StagedChannel):
     """Over NIXL with UCX."""
 
     name = "nixl"
+    Address = Address
     Options = Options
 
     @classmethod
@@ -143,16 +137,13 @@ class NixlChannel(KVTransferChannel):
         metadata = base64.b64encode(agent.get_agent_metadata()).decode()
         self._staging = Staging(lambda memory: self._register(memory.ctypes.data, memory.nbytes))
         address = {"agent": name, "metadata": metadata, "bases": list(bases)}
-        return {**address, "proof": proof_of(self.options.key, self.name, self.region.layout, address)}
+        return self._proved(address)
 
     def _register(self, address: int, num_bytes: int) -> None:
         self._registered.append(self._agent.register_memory([(address, num_bytes, 0, "")], "DRAM"))
 
     def _connect(self, endpoint: TransferEndpoint, deadline: float) -> _Link:
-        check_proof(self.options.key, self.name, endpoint.layout, endpoint.address)
-        address = parsed(Address, endpoint.address, "address of the peer")
-        if len(address.bases) != len(endpoint.layout.parts):
-            raise TransferError(f"address of the peer: {len(address.bases)} memories for {len(endpoint.layout.parts)} parts.")
+        address = self._address_of(endpoint)
         with self._peers_lock:
             if not self._num_links.get(address.agent):
                 try:
@@ -174,12 +165,7 @@ class NixlChannel(KVTransferChannel):
 
     def _probe(self, link: _Link, endpoint: TransferEndpoint, deadline: float) -> None:
         """NIXL says that it could not connect when the first bytes are read."""
-        zero, byte = np.zeros(1, np.int64), torch.zeros(1, dtype=torch.uint8)
-        run = Run("connect", link.agent, deadline - time.monotonic())
-        self._staging.read(link.reads, link.bases, [Read(Pieces(0, zero, zero, zero + 1), byte)], run)
-
-    def _read(self, link: _Link, reads: Sequence[Read], run: Run) -> None:
-        self._staging.read(link.reads, link.bases, reads, run)
+        self._first_bytes(link.reads, link.bases[0], 1, link.agent, deadline)
 
     def _disconnect(self, link: _Link) -> None:
         with self._peers_lock:

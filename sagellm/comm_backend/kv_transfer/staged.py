@@ -10,17 +10,21 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import torch
 
-from sagellm.comm_backend.kv_transfer.base import Read
+from sagellm.comm_backend.kv_transfer.base import KVTransferChannel, Read
 from sagellm.comm_backend.kv_transfer.conversion import Pieces
 from sagellm.comm_backend.kv_transfer.copying import as_bytes, copy_bytes
+from sagellm.comm_backend.kv_transfer.endpoint_proof import check_proof, proof_of
+from sagellm.comm_backend.kv_transfer.layout import Model
+from sagellm.comm_backend.kv_transfer.plan import TransferEndpoint, parsed
 from sagellm.comm_backend.kv_transfer.turns import Run
 from sagellm.core.errors import TransferError
 
-__all__ = ["RemoteReads", "Span", "Staging"]
+__all__ = ["RemoteReads", "Span", "StagedChannel", "Staging"]
 
 SLOT_BYTES = 256 * 1024  # copying it takes a tenth of a millisecond, after which a stop is noticed
 NUM_SLOTS = 16  # under way at once, of one transfer
@@ -163,6 +167,39 @@ class Staging:
         ended = [slots for slots in self._stray if slots.has_ended()]
         self._stray = [slots for slots in self._stray if slots not in ended]
         self._free += ended
+
+
+class StagedChannel(KVTransferChannel):
+    """A channel whose reads go through `_staging`. A link has `reads` and `bases`, addresses of the peer's parts.
+
+    Attributes:
+        Address: model of its addresses, with `bases` and `proof`.
+    """
+
+    Address: ClassVar[type[Model]]
+    _staging: Staging
+
+    def _proved(self, address: dict[str, Any]) -> dict[str, Any]:
+        """Return the address with a proof of the group's key."""
+        return {**address, "proof": proof_of(self.options.key, self.name, self.region.layout, address)}
+
+    def _address_of(self, endpoint: TransferEndpoint) -> Any:
+        """Return the address of a peer that has the key. Raises TransferError: it has not, or its address makes no sense."""
+        check_proof(self.options.key, self.name, endpoint.layout, endpoint.address)
+        address: Any = parsed(self.Address, endpoint.address, "address of the peer")
+        if len(address.bases) != len(endpoint.layout.parts):
+            raise TransferError(f"address of the peer: {len(address.bases)} memories for {len(endpoint.layout.parts)} parts.")
+        return address
+
+    def _first_bytes(self, reads: RemoteReads, address: int, count: int, peer: str, deadline: float) -> bytes:
+        """Read bytes of a peer that was just found."""
+        zero, found = np.zeros(1, np.int64), torch.zeros(count, dtype=torch.uint8)
+        run = Run("connect", peer, deadline - time.monotonic())
+        self._staging.read(reads, [address], [Read(Pieces(0, zero, zero, zero + count), found)], run)
+        return found.numpy().tobytes()
+
+    def _read(self, link: Any, reads: Sequence[Read], run: Run) -> None:
+        self._staging.read(link.reads, link.bases, reads, run)
 
 
 def _read(slots: Sequence[_Slot], reads: RemoteReads, fills: Iterator[_Fill], run: Run) -> None:

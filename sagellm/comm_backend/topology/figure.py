@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from sagellm.comm_backend.topology.base import Link, LinkKind, TopologyInfo
 from sagellm.comm_backend.topology.draw import rate_text, size_text
 from sagellm.core.errors import CommError
+from sagellm.core.figure import new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,25 +30,16 @@ def write_figure(info: TopologyInfo, links: Sequence[Link], path: Path) -> None:
     """
     if path.suffix.lower() not in SUFFIXES:
         raise CommError(f"cannot draw {path.name}; give a name that ends in {' or '.join(SUFFIXES)}.")
-    try:
-        from matplotlib.figure import Figure  # not pyplot: no global state, and no display
-    except ImportError:
-        raise CommError("--draw needs matplotlib, which is not installed: pip install matplotlib") from None
-
     columns = _columns(info)
     rows = max((len(boxes) for _, boxes in columns), default=1)
-    size = (max(4.0, len(columns) * (WIDTH + ASIDE)), max(2.5, rows * (HEIGHT + GAP) + 1))
-    figure = Figure(figsize=size, layout="constrained")
+    figure = new_figure(max(4.0, len(columns) * (WIDTH + ASIDE)), max(2.5, rows * (HEIGHT + GAP) + 1), CommError)
     axes = figure.subplots()
     axes.set_axis_off()
     axes.set_title(info.host or "machine", parse_math=False)
     places = _boxes(axes, columns)
     _lines(axes, links, places)
     axes.autoscale_view()
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise CommError(f"cannot write {path}: {error.strerror}.") from None
+    save_figure(figure, path, CommError)
 
 
 def _columns(info: TopologyInfo) -> list[tuple[int | None, list[tuple[str, str, str]]]]:

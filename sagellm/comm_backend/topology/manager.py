@@ -1,10 +1,12 @@
 """Finds the topology of the machine: from sysfs always, from NVML where it answers."""
 
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sagellm.comm_backend.topology.base import Gpu, Link, Nic, NumaNode, PciDevice, TopologyInfo
+from sagellm.comm_backend.topology.candidates import Candidates, Seat, propose
 from sagellm.comm_backend.topology.links import Links
 from sagellm.comm_backend.topology.measure import measure_loopback, measure_memory
 from sagellm.comm_backend.topology.nics import detect_nics, detect_nvmes
@@ -94,6 +96,10 @@ class TopologyManager:
             return Links(self.info).between(a, b)
         except KeyError as error:
             raise CommError(f"no device {error.args[0]!r}; there are {', '.join(self.info.device_names)}.") from None
+
+    def candidates(self, seats: Sequence[Seat]) -> Candidates:
+        """Propose backends for the collectives of workers that run there; see `propose`."""
+        return propose(self.info, seats)
 
     def cost_matrix(self, num_bytes: int) -> tuple[tuple[float, ...], ...]:
         """Seconds to bring `num_bytes` from one device to another: latency + bytes / bandwidth, by place in `device_names`.

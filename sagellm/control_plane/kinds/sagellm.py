@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from sagellm.control_plane.base import totals
-from sagellm.control_plane.child_engine import HOST, ChildEngine
+from sagellm.control_plane.child_engine import ChildEngine, needs
 from sagellm.core.config import read_config
 from sagellm.core.errors import ConfigError
 from sagellm.core.run_folder import hold, remove_abandoned
+from sagellm.models import find_model, prepare_model
 
 __all__ = ["SageLLM"]
 
@@ -27,11 +28,15 @@ class SageLLM(ChildEngine):
         model: name, folder, .gguf file or hub id; None: the default model of `sagellm serve`.
         settings: settings of the server, by the names of `SageConfig`.
 
+    Attributes:
+        config: the same, as the server reads them.
+
     Raises:
         ConfigError: an unknown setting or an invalid value.
     """
 
     name = "sagellm"
+    is_local = False
     metrics = {  # noqa: RUF012
         "running": "lmdeploy:num_requests_running", "waiting": "lmdeploy:num_requests_waiting",
         "kv_use": "sagellm_kv_utilization", **totals("lmdeploy"),
@@ -43,11 +48,23 @@ class SageLLM(ChildEngine):
         given = {name: value for name, value in settings.items() if value is not None}
         if model is not None:
             given["model"] = str(model)
-        self._settings = json.loads(read_config(None, given).model_dump_json(include=set(_fields(given))))
+        self.config = read_config(None, given)
+        self._settings = json.loads(self.config.model_dump_json(include=set(_fields(given))))
         self.device = "" if (asked := given.get("device", "auto")) == "auto" else asked
         self.model = given.get("model_name")
         self._folder: Path | None = None
         self._mark = -1  # file descriptor
+
+    def attach(self, fleet: Any, name: str) -> None:
+        super().attach(fleet, name)
+        settings = self._settings
+        has_events = settings.get("engine") != "turbomind" and settings.get("prefix_caching", True)
+        if fleet.prefixes is not None and has_events and not settings.get("sot_workers"):
+            self.feed_key = fleet.prefixes.key
+
+    def model_folder(self) -> Path:
+        model = self._settings.get("model")
+        return prepare_model(find_model(None if model is None else Path(model)))
 
     def command(self, port: int) -> list[str]:
         if self._folder is None:
@@ -55,8 +72,26 @@ class SageLLM(ChildEngine):
             self._folder = Path(tempfile.mkdtemp(prefix=FOLDER))  # mode 700: it may hold paths and keys
             self._mark = hold(self._folder)
         file = self._folder / "serve.yaml"
-        file.write_text(json.dumps(self._settings))  # JSON is YAML
-        return [sys.executable, "-m", "sagellm.serve", "--config", str(file), "--host", HOST, "--port", str(port), "--json"]
+        ours: dict[str, Any] = {} if self.api_key is None else {"api_key": self.api_key}
+        if self.num_cpus is not None:
+            ours["threads"] = self._settings.get("threads") or max(1, self.num_cpus // self._num_workers)
+        if self.feed_key is not None:
+            key_file = self._folder / "key"
+            key_file.touch(0o600)
+            key_file.write_bytes(self.feed_key)
+            ours["pd"] = {"key_file": str(key_file)}
+        file.write_text(json.dumps(self._settings | ours))  # JSON is YAML
+        where = ["--host", self.host, "--port", str(port)]
+        return [sys.executable, "-m", "sagellm.serve", "--config", str(file), *where, "--json"]
+
+    def resources(self) -> dict[str, float]:
+        if self._settings.get("distributed_executor_backend") == "ray":  # its workers are placed by themselves
+            return needs(1)
+        return needs(self._settings.get("threads") or 1, self.device, self._num_workers)
+
+    @property
+    def _num_workers(self) -> int:
+        return self._settings.get("tensor_parallel", 1)
 
     def on_ready(self, line: dict[str, Any]) -> None:
         self.device, self.model = line.get("device", self.device), line.get("model", self.model)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sagellm.control_plane.base import totals
-from sagellm.control_plane.child_engine import HOST, ChildEngine
+from sagellm.control_plane.child_engine import ChildEngine, needs
 from sagellm.core.errors import ConfigError
 
 __all__ = ["VLLM"]
@@ -29,7 +29,7 @@ class VLLM(ChildEngine):
     """
 
     name = "vllm"
-    announces = False
+    announces = is_local = False
     metrics = {  # noqa: RUF012
         "running": "vllm:num_requests_running", "waiting": "vllm:num_requests_waiting", "kv_use": "vllm:kv_cache_usage_perc",
         **totals("vllm"),
@@ -42,10 +42,16 @@ class VLLM(ChildEngine):
         if found is None:
             raise ConfigError(f"there is no command {executable}; install vLLM in an environment and give its `vllm`.")
         serve = ["-m", SERVER, "--model"] if Path(found).name.startswith("python") else ["serve"]
-        self._command = [found, *serve, str(model), "--host", HOST, *map(str, flags)]
+        self._command = [found, *serve, str(model), *map(str, flags)]
         if model_name is not None:
             self._command += ["--served-model-name", model_name]
         self.device, self.model = device, model_name
 
     def command(self, port: int) -> list[str]:
-        return [*self._command, "--port", str(port)]
+        return [*self._command, "--host", self.host, "--port", str(port)]
+
+    def variables(self) -> dict[str, str]:
+        return {"VLLM_API_KEY": self.api_key} if self.api_key else {}
+
+    def resources(self) -> dict[str, float]:
+        return needs(1, self.device)

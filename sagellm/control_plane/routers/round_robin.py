@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from sagellm.control_plane.base import EngineView, RouteChoice, Router, RouteRequest
+from sagellm.control_plane.base import Candidates, EngineView, RouteChoice, Router, RouteRequest
 
 __all__ = ["RoundRobin"]
 
@@ -15,5 +15,5 @@ class RoundRobin(Router):
 
     def choose(self, request: RouteRequest, engines: Sequence[EngineView]) -> RouteChoice:
         self._num += 1
-        names = sorted(one.engine_id for one in engines)
+        names = Candidates.of(engines).names
         return RouteChoice(names[self._num % len(names)], "next in turn")

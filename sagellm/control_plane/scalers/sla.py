@@ -137,7 +137,7 @@ class SLA(ScalingPolicy):
             known = "; ".join(f"tensor_parallel {each[0]}, lookahead {each[1]}" for each in self._profile.setups) or "none"
             raise PolicyError(f"scaling policy sla: the profile has no points of tensor_parallel {setup[0]}, lookahead "
                               f"{setup[1]}; it has {known}. Measure them, or name another setup.")  # fmt: skip
-        self._costs = SetupCosts(points, tokens_of_step)
+        self._costs = self._profile.costs(setup, tokens_of_step)
         self._max_batch_size = max_batch_size or max(each.concurrency for each in points)
         self._ttft_s, self._itl_s = ttft_ms / 1e3, itl_ms / 1e3
         self._use, self._down_use, self._catch_up_s = use, down_use, catch_up_s

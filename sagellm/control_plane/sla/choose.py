@@ -98,7 +98,7 @@ class Planner:
             if setup[1] and wanted.acceptance is None:
                 continue
             tokens = tokens_of_step(wanted.acceptance or 0.0, setup[1])
-            self._costs[setup] = SetupCosts(profile.of(setup), tokens)
+            self._costs[setup] = profile.costs(setup, tokens)
         if not self._costs:
             raise ConfigError("the profile has no setup without guesses; measure one, or give --acceptance.")
         self._block_size = int(profile.facts["block_size"])

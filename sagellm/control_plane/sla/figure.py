@@ -3,12 +3,11 @@
 from pathlib import Path
 
 from sagellm.control_plane.sla.profile import SLAProfile, name_of
-from sagellm.core.errors import ConfigError
+from sagellm.core.figure import new_figure, save_figure
 
 __all__ = ["draw"]
 
 PANEL = (4.6, 3.2)  # inches
-DOTS = 120
 
 
 def draw(profile: SLAProfile, title: str, path: Path) -> None:
@@ -20,12 +19,8 @@ def draw(profile: SLAProfile, title: str, path: Path) -> None:
     Raises:
         ConfigError: matplotlib is not installed, it does not know the kind of file, or the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure  # not pyplot: no global state, and no display
-    except ImportError:
-        raise ConfigError("a plot needs matplotlib, which is not installed: pip install matplotlib") from None
     rows = len(profile.setups)
-    figure = Figure(figsize=(2 * PANEL[0], rows * PANEL[1]), layout="constrained")
+    figure = new_figure(2 * PANEL[0], rows * PANEL[1])
     panels = figure.subplots(rows, 2, squeeze=False)
     for (latency, speed), setup in zip(panels, profile.setups, strict=True):
         points = profile.of(setup)
@@ -45,7 +40,4 @@ def draw(profile: SLAProfile, title: str, path: Path) -> None:
                 axes.spines[side].set_visible(False)
         latency.legend(fontsize=8, frameon=False)
     figure.suptitle(title, fontsize=10)
-    try:
-        figure.savefig(path, dpi=DOTS)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the plot cannot be written to {path}: {error}. Use a .png, .svg or .pdf file.") from None
+    save_figure(figure, path)

@@ -1,7 +1,10 @@
 """Measures points of a profile on the real engine, a few seconds each."""
 
+import itertools
+import multiprocessing
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from sagellm.control_plane.sla.profile import FEWEST_POINTS, Point, Setup, SLAPr
 from sagellm.core.cached_folder import default_cache_dir
 from sagellm.core.config import SageConfig
 from sagellm.core.engines import answer_greedily, open_engine
-from sagellm.core.errors import ConfigError
+from sagellm.core.errors import ConfigError, EngineError
 from sagellm.core.file_hashes import hash_files
 from sagellm.core.hooks import Phase
 from sagellm.models import find_model, prepare_model
@@ -25,6 +28,7 @@ from sagellm.scheduler_ir.simulation.virtual_engine import VirtualEngine
 __all__ = ["Grid", "measure_profile", "model_hashes"]
 
 BLOCK_SIZE = 64
+STEPS_BESIDE = 64  # decode steps of an answer of the engines beside the measured one
 WARM_UP = 2  # steps of a point that do not count
 MACHINE = ("processor", "cores", "versions")
 Progress = Callable[[str], None]
@@ -36,7 +40,9 @@ class Grid:
 
     Attributes:
         steps: decode steps of each point.
-        rounds: measurements of each point; the quickest counts, since other processes only add time.
+        rounds: measurements of each point. The quickest counts, since other processes only add time; what they add on
+            average is `SLAProfile.slowdown`.
+        engines: that compute on this machine at once. All but the measured one decode meanwhile.
         max_kv_tokens: points with more tokens in KV blocks are left out; None: all are measured.
 
     Raises ConfigError: too few points for a fit and its error.
@@ -48,6 +54,7 @@ class Grid:
     lookaheads: tuple[int, ...] = (0,)
     steps: int = 16
     rounds: int = 2
+    engines: int = 1
     max_kv_tokens: int | None = None
     places: tuple[tuple[int, int], ...] = field(init=False, default=())
 
@@ -84,7 +91,7 @@ def measure_profile(
         SageError: the engine cannot start with one of the setups.
     """
     folder = prepare_model(find_model(model))
-    profile = _begun(out, _facts(folder, settings))
+    profile = _begun(out, _facts(folder, settings) | {"engines": grid.engines})
     for setup in grid.setups:
         known = {(each.concurrency, each.prompt_tokens) for each in profile.of(setup)}
         missing = [place for place in grid.places if place not in known]
@@ -107,10 +114,11 @@ def _begun(out: Path, facts: dict[str, Any]) -> SLAProfile:
     if not out.exists():
         return SLAProfile(facts=facts)
     found = read_profile(out)
-    for name in (*MACHINE, "hashes", "settings"):
-        if found.facts.get(name) != facts[name]:
+    known = {"engines": 1} | found.facts
+    for name in (*MACHINE, "hashes", "settings", "engines"):
+        if known.get(name) != facts[name]:
             raise ConfigError(
-                f"{out} has points of another run: its {name} is {found.facts.get(name)!r}, and here {facts[name]!r}. Give "
+                f"{out} has points of another run: its {name} is {known.get(name)!r}, and here {facts[name]!r}. Give "
                 "--out another file, or remove this one."
             )
     return found
@@ -131,8 +139,7 @@ def _measure_setup(
         **guesses, **settings,
     )  # fmt: skip
     tick(f"{workers} workers, {lookahead} guesses: the engine starts")
-    engine = open_engine(config)
-    try:
+    with _neighbours(grid.engines - 1, config, *places[len(places) // 2]), closing(open_engine(config)) as engine:
         vocab_size = int(text_config(folder)["vocab_size"])
         budget = engine.engine.cache_config.max_prefill_token_num
         schema = engine.info.kv_schema
@@ -150,9 +157,45 @@ def _measure_setup(
                 answers = answer_greedily(engine, prompts, new_tokens)
                 profile = profile.add(_point(setup, tokens, [each.token_s for each in answers], budget))
                 profile.write(out)
-    finally:
-        engine.close()
     return profile
+
+
+@contextmanager
+def _neighbours(num: int, config: SageConfig, concurrency: int, prompt_tokens: int) -> Iterator[None]:
+    """Run further engines on this machine that decode all the time.
+
+    Raises EngineError: one of them does not start.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    ready = spawn.Semaphore(0)
+    processes = [
+        spawn.Process(target=_decode_always, args=(config, concurrency, prompt_tokens, ready)) for _ in range(num)
+    ]
+    for each in processes:
+        each.start()
+    try:
+        for each in processes:
+            while not ready.acquire(timeout=0.2):
+                if not each.is_alive():
+                    raise EngineError("an engine beside the measured one has ended; see its message above.")
+        yield
+    finally:
+        for each in processes:
+            each.terminate()
+        for each in processes:
+            each.join()
+
+
+def _decode_always(config: SageConfig, concurrency: int, prompt_tokens: int, ready: Any) -> None:
+    with closing(open_engine(config)) as engine:
+        random, vocab_size = np.random.default_rng(1), int(text_config(Path(str(config.model)))["vocab_size"])
+        for number in itertools.count():
+            prompts = random.integers(0, vocab_size, (concurrency, prompt_tokens)).tolist()
+            answer_greedily(engine, prompts, min(STEPS_BESIDE, config.context_length - prompt_tokens))
+            if number == 0:
+                ready.release()
+            if not multiprocessing.parent_process().is_alive():
+                return
 
 
 def _context(folder: Path, tokens: int) -> int:
@@ -180,6 +223,7 @@ def _point(setup: Setup, prompt_tokens: int, token_s: Sequence[Sequence[float]],
     return Point(
         tensor_parallel=setup[0], lookahead=setup[1], concurrency=len(token_s), prompt_tokens=prompt_tokens,
         context_tokens=context, step_s=step_s, num_steps=len(gaps) // len(token_s) or 1,
+        mean_step_s=statistics.mean(gaps),
         prefill_s=prefill_s if prefill_s > begin / 2 else None,
         prefill_terms=_prefill_terms(len(token_s), prompt_tokens, budget),
     )  # fmt: skip

@@ -33,7 +33,10 @@ class Point(Model):
 
     Attributes:
         context_tokens: of each request, in the mean over the decode steps.
-        step_s: median seconds from one decode step of a stream to its next; without guesses the inter-token latency.
+        step_s: median seconds from one decode step of a stream to its next, in the quickest round; without guesses the
+            inter-token latency.
+        mean_step_s: the mean over all rounds; None: not known.
+        rounds: how many rounds these were.
         num_steps: steps that count.
         prefill_s: until the last of the prompts had its first token, without decode steps between; None: these took most of it.
         prefill_terms: steps, tokens and pairs of these prompts together.
@@ -46,6 +49,8 @@ class Point(Model):
     context_tokens: float = Field(gt=0)
     step_s: float = Field(gt=0)
     num_steps: int = Field(ge=1)
+    mean_step_s: float | None = Field(None, gt=0)
+    rounds: int = Field(1, ge=1)
     prefill_s: float | None = Field(None, gt=0)
     prefill_terms: tuple[float, float, float]
 
@@ -75,12 +80,13 @@ class SetupCosts:
     Args:
         points: of one setup, at least 5.
         tokens_of_step: tokens that a stream gets in a decode step on average.
+        slowdown: times that all seconds are multiplied by, see `SLAProfile.slowdown`.
 
     Raises:
         ConfigError: too few points.
     """
 
-    def __init__(self, points: Sequence[Point], tokens_of_step: float = 1.0) -> None:
+    def __init__(self, points: Sequence[Point], tokens_of_step: float = 1.0, slowdown: float = 1.0) -> None:
         if len(points) < FEWEST_SAMPLES:
             raise ConfigError(f"a setup has {len(points)} points; measure at least {FEWEST_SAMPLES} of it.")
         rows = [(decode_terms(each.concurrency, each.kv_tokens), each.step_s) for each in points]
@@ -91,7 +97,7 @@ class SetupCosts:
         if len(prompts) < FEWEST_SAMPLES:
             raise ConfigError(f"a setup has {len(prompts)} points with timed prompts; measure at least {FEWEST_SAMPLES}.")
         self._prefill, _ = fit_held_out("prompts", prompts)
-        self._tokens_of_step = tokens_of_step
+        self._tokens_of_step, self._slowdown = tokens_of_step, slowdown
         self.step_s = lru_cache(1 << 16)(self._step_s)
 
     def seconds(self, phase: Phase, num_requests: int, num_tokens: int, attention: float, now_s: float = 0.0) -> float:
@@ -102,14 +108,14 @@ class SetupCosts:
 
     def prefill_s(self, terms: Sequence[float]) -> float:
         """Return the seconds of prompts. `terms`: steps, tokens, pairs."""
-        return sum(each * term for each, term in zip(self._prefill, terms, strict=True))
+        return self._slowdown * sum(each * term for each, term in zip(self._prefill, terms, strict=True))
 
     def _step_s(self, concurrency: int, kv_tokens: float) -> float:
         """Return the seconds from one decode step of a stream to the next."""
         place = _place(concurrency, kv_tokens)
         weights = [1 / (sum((a - b) ** 2 for a, b in zip(place, each, strict=True)) + NEAR) for each in self._places]
         off = sum(weight * each for weight, each in zip(weights, self._off, strict=True)) / sum(weights)
-        return self._fitted(decode_terms(concurrency, kv_tokens)) * math.exp(off)
+        return self._slowdown * self._fitted(decode_terms(concurrency, kv_tokens)) * math.exp(off)
 
     def _fitted(self, terms: Sequence[float]) -> float:
         return sum(each * term for each, term in zip(self._decode, terms, strict=True))
@@ -138,6 +144,20 @@ class SLAProfile(Model):
         """Largest of the median errors; NaN where none is known."""
         return max((error.median for each in self.errors.values() for error in each.values()), default=math.nan)
 
+    @property
+    def slowdown(self) -> float:
+        """Return the mean over the points of their mean step over their quickest one: other users of a machine slow it down
+        for seconds at a time. The quickest rounds give costs that can be compared; plans need the speed that there is."""
+        ratios = [each.mean_step_s / each.step_s for each in self.points if each.mean_step_s is not None]
+        return max(1.0, sum(ratios) / len(ratios)) if ratios else 1.0
+
+    def costs(self, setup: Setup, tokens_of_step: float = 1.0) -> SetupCosts:
+        """Return the seconds of steps of a setup at the speed that the machine had on average.
+
+        Raises ConfigError: the setup has too few points.
+        """
+        return SetupCosts(self.of(setup), tokens_of_step, self.slowdown)
+
     def of(self, setup: Setup) -> list[Point]:
         return [each for each in self.points if each.setup == setup]
 
@@ -146,9 +166,13 @@ class SLAProfile(Model):
         since other processes only add time."""
         others = [each for each in self.points if each.place != point.place]
         for known in (each for each in self.points if each.place == point.place):
-            best = min(known, point, key=lambda each: each.step_s)
-            prefill_s = min((each.prefill_s for each in (known, point) if each.prefill_s is not None), default=None)
-            point = best.model_copy(update={"prefill_s": prefill_s})
+            both = (known, point)
+            prefill_s = min((each.prefill_s for each in both if each.prefill_s is not None), default=None)
+            rounds, mean_s = sum(each.rounds for each in both), None
+            if known.mean_step_s is not None and point.mean_step_s is not None:
+                mean_s = (known.rounds * known.mean_step_s + point.rounds * point.mean_step_s) / rounds
+            best = min(both, key=lambda each: each.step_s)
+            point = best.model_copy(update={"prefill_s": prefill_s, "mean_step_s": mean_s, "rounds": rounds})
         points = sorted((*others, point), key=lambda each: each.place)
         grown = self.model_copy(update={"points": tuple(points)})
         found = errors_of(grown.of(point.setup))

@@ -6,13 +6,12 @@ from functools import cached_property
 from typing import Any
 
 from sagellm.control_plane.sla.load import Load
-from sagellm.control_plane.sla.profile import SetupCosts
 from sagellm.core.hooks import Phase
 from sagellm.kv_policy.migration.cost_model import Link
 from sagellm.replay.schedule.base import RecordedRequest, RequestTimes
 from sagellm.replay.schedule.metrics import Figures, Targets, figures, meets
 from sagellm.replay.schedule.virtual_run import virtual_run
-from sagellm.scheduler_ir.simulation.base import EngineShape
+from sagellm.scheduler_ir.simulation.base import EngineShape, StepCosts
 
 __all__ = ["Fleet", "Outcome", "joined", "simulate"]
 
@@ -94,7 +93,7 @@ class Outcome:
 
 
 def simulate(
-    load: Load, fleet: Fleet, costs: SetupCosts, targets: Targets, *, max_prefill_tokens: int, block_size: int = 64,
+    load: Load, fleet: Fleet, costs: StepCosts, targets: Targets, *, max_prefill_tokens: int, block_size: int = 64,
     speedup: float = 1.0, link: Link | None = None, kv_bytes_per_token: int = 0,
 ) -> Outcome:  # fmt: skip
     """Run a load on engines that take requests in turn.
@@ -133,7 +132,7 @@ def simulate(
     return _outcome(whole, runs, preempted, targets)
 
 
-def _run(requests: Sequence[RecordedRequest], num_engines: int, shape: EngineShape, costs: SetupCosts) -> Any:
+def _run(requests: Sequence[RecordedRequest], num_engines: int, shape: EngineShape, costs: StepCosts) -> Any:
     parts = [part for number in range(num_engines) if (part := requests[number::num_engines])]
     runs = [virtual_run(part, shape, costs) for part in parts]
     times = sorted((each for run in runs for each in run.requests), key=lambda each: (each.arrival_s, each.request_id))

@@ -84,6 +84,15 @@ inline py::array tier_array(const std::vector<Tier>& tiers, std::size_t size) {
   return out;
 }
 
+// The C++ object of a Python one. By pybind11's own structs: its cast costs as much as a lookup.
+template <typename T>
+T& native_of(PyObject* self) {
+  auto* const instance = reinterpret_cast<py::detail::instance*>(self);
+  void* const value = instance->simple_layout ? instance->simple_value_holder[0] : nullptr;
+  if (value != nullptr) return *static_cast<T*>(value);
+  return py::handle(self).cast<T&>();  // an unusual subclass, or one whose __init__ was not called
+}
+
 // Sets the Python error that belongs to a library error.
 void set_error(const Error& error);
 void set_error(const PolicyError& error);

@@ -32,9 +32,11 @@ Activation activation_of(const std::string& name) {
 Format format_of(const std::string& name) {
   if (name == "plain") return Format::kPlain;
   if (name == "levels4") return Format::kLevels4;
+  if (name == "levels5") return Format::kLevels5;
+  if (name == "levels6") return Format::kLevels6;
   if (name == "levels8") return Format::kLevels8;
   if (name == "float8") return Format::kFloat8;
-  throw py::value_error("format is '" + name + "'; use plain, levels4, levels8 or float8.");
+  throw py::value_error("format is '" + name + "'; use plain, levels4, levels5, levels6, levels8 or float8.");
 }
 
 Sharing sharing_of(const std::string& name) {
@@ -107,6 +109,7 @@ DecoderShape shape_of(const py::dict& given) {
   if (given.contains("ranks")) {
     shape.ranks = given["ranks"].cast<int>();
     shape.rank = given["rank"].cast<int>();
+    shape.replicas = given["replicas"].cast<int>();
     shape.logits = given["logits"].cast<int>();
   }
   return shape;
@@ -155,6 +158,7 @@ std::shared_ptr<const Sparse> sparse_of(const py::dict& given) {
   sparse->keep = given["keep"].cast<std::vector<int>>();
   const auto weights = given["weights"].cast<std::string>();
   sparse->weights = weights == "bounds"  ? Sparse::Weights::kBounds
+                    : weights == "spread" ? Sparse::Weights::kSpread
                     : weights == "codes" ? Sparse::Weights::kCodes
                     : weights == "exact" ? Sparse::Weights::kExact
                                          : Sparse::Weights::kNone;
@@ -233,7 +237,7 @@ class BoundDecoder {
     bound.dtype = dtype_of(cache["dtype"].cast<std::string>());
     bound.bounds = at<float>(cache["bounds"].cast<Address>());
     bound.codes = at<std::uint8_t>(cache["codes"].cast<Address>());
-    bound.key_sums = at<std::int64_t>(cache["key_sums"].cast<Address>());
+    bound.key_sums = at<std::int32_t>(cache["key_sums"].cast<Address>());
     cache_ = bound;
   }
 

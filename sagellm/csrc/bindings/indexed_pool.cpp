@@ -76,13 +76,6 @@ struct IndexedPool {
   std::vector<std::size_t> freed;  // room for free
 };
 
-IndexedPool& pool_of(PyObject* self) {
-  auto* const instance = reinterpret_cast<py::detail::instance*>(self);
-  void* const value = instance->simple_layout ? instance->simple_value_holder[0] : nullptr;
-  if (value != nullptr) return *static_cast<IndexedPool*>(value);
-  return py::handle(self).cast<IndexedPool&>();
-}
-
 void expect(Py_ssize_t given, Py_ssize_t wanted, const char* method) {
   if (given != wanted) {
     PyErr_Format(PyExc_TypeError, "%s() takes %zd arguments by position, got %zd", method, wanted, given);
@@ -138,7 +131,7 @@ PyObject* pool_match(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
     thread_local Match found;  // its room is kept from call to call
     expect(count, 7, "match");
-    IndexedPool& pool = pool_of(self);
+    IndexedPool& pool = native_of<IndexedPool>(self);
     PrefixIndex& index = *pool.index;
     const Int32View tokens(args[0], "tokens", 0, parse_count(args[1], "number of blocks") * index.block_size());
     const NameView name(args[2]);
@@ -194,7 +187,7 @@ PyObject* pool_match(PyObject* self, PyObject* const* args, Py_ssize_t count) {
 PyObject* pool_publish(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
     expect(count, 5, "publish");
-    IndexedPool& pool = pool_of(self);
+    IndexedPool& pool = native_of<IndexedPool>(self);
     PrefixIndex& index = *pool.index;
     const LockId lock = parse_lock_or_none(args[0]);
     Column<std::int64_t> table(args[2], "table");
@@ -233,7 +226,7 @@ PyObject* pool_evict_lru(PyObject* self, PyObject* const* args, Py_ssize_t count
   return guarded([&] {
     expect(count, 1, "evict_lru");
     const auto wanted = static_cast<std::size_t>(whole_number(args[0], "number of blocks"));
-    const Removal gone = pool_of(self).index->evict_lru(wanted);
+    const Removal gone = native_of<IndexedPool>(self).index->evict_lru(wanted);
     return id_array(gone.blocks.data(), gone.blocks.size()).release().ptr();
   });
 }
@@ -300,7 +293,7 @@ PyObject* pool_give_back(PyObject* self, PyObject* const* args, Py_ssize_t count
     expect(count, 4, "give_back");
     const Int32View ids(args[0], "block ids");
     const std::int64_t now = whole_number(args[1], "access time");
-    return PyLong_FromSize_t(take_back(pool_of(self), ids.data(), ids.size(), now, parse_num_free(args + 2)));
+    return PyLong_FromSize_t(take_back(native_of<IndexedPool>(self), ids.data(), ids.size(), now, parse_num_free(args + 2)));
   });
 }
 
@@ -311,7 +304,7 @@ PyObject* pool_drop_lru(PyObject* self, PyObject* const* args, Py_ssize_t count)
     const std::size_t wanted = parse_count(args[0], "number of blocks");
     const std::int64_t now = whole_number(args[1], "access time");
     const NumFree num_free = parse_num_free(args + 2);
-    IndexedPool& pool = pool_of(self);
+    IndexedPool& pool = native_of<IndexedPool>(self);
     const Removal gone = pool.index->evict_lru(wanted);
     const std::size_t num_freed = take_back(pool, gone.blocks.data(), gone.blocks.size(), now, num_free);
     return PyLong_FromSize_t(num_freed);
@@ -322,7 +315,7 @@ PyObject* pool_drop_lru(PyObject* self, PyObject* const* args, Py_ssize_t count)
 PyObject* pool_leave(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
     expect(count, 6, "leave");
-    IndexedPool& pool = pool_of(self);
+    IndexedPool& pool = native_of<IndexedPool>(self);
     const LockId lock = parse_lock_or_none(args[0]);
     const Int32View ids(args[1], "block ids", 0, parse_count(args[2], "number of blocks"));
     const std::int64_t now = whole_number(args[3], "access time");

@@ -42,13 +42,6 @@ PyEntry make_entry(Entry&& entry, std::size_t block_size) {
   return out;
 }
 
-PrefixIndex& index_of(PyObject* self) {
-  auto* const instance = reinterpret_cast<py::detail::instance*>(self);
-  void* const value = instance->simple_layout ? instance->simple_value_holder[0] : nullptr;
-  if (value != nullptr) return *static_cast<PrefixIndex*>(value);
-  return py::handle(self).cast<PrefixIndex&>();  // an unusual subclass, or one whose __init__ was not called
-}
-
 struct LookupArguments {
   PyObject* tokens = nullptr;
   PyObject* name_space = nullptr;
@@ -91,7 +84,7 @@ PyObject* lookup(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObje
   return guarded([&]() -> PyObject* {
     // Its room is kept from call to call; a second call of this thread cannot begin before this one has ended.
     thread_local Match match;
-    PrefixIndex& index = index_of(self);
+    PrefixIndex& index = native_of<PrefixIndex>(self);
     const Int32View view(given.tokens, "tokens");
     std::optional<NameView> name;
     if (given.name_space != nullptr) name.emplace(given.name_space);

@@ -6,6 +6,12 @@
 
 namespace sage::model {
 
+void Session::expect_removed(const Removal& removal, const std::set<Key>& doomed, std::optional<ErrorKind> error) {
+  require(error == (model_.locked(doomed) ? std::optional(ErrorKind::kLock) : std::nullopt),
+          "locks and the answer disagree");
+  if (!error) model_.remove(removal, doomed);
+}
+
 void Session::evict_lru() {
   const std::size_t num_blocks = in_.below(8);
   const Tier tier = in_.tier();
@@ -51,9 +57,7 @@ void Session::invalidate() {
   require(!by_entry || unknown || entries_[which].alive, "an entry was invalidated that was gone");
   if (unknown) return;
   const std::set<Key> doomed = model_.sequence(full(asked));
-  require(error == (model_.locked(doomed) ? std::optional(ErrorKind::kLock) : std::nullopt),
-          "locks and the answer disagree");
-  if (!error) model_.remove(removal, doomed);
+  expect_removed(removal, doomed, error);
 }
 
 void Session::invalidate_blocks() {
@@ -63,9 +67,7 @@ void Session::invalidate_blocks() {
   const std::set<Key> doomed = model_.with_all_below({named.begin(), named.end()});
   Removal removal;
   const auto error = error_of([&] { removal = index_->invalidate_blocks(ids.data(), ids.size(), tier); });
-  require(error == (model_.locked(doomed) ? std::optional(ErrorKind::kLock) : std::nullopt),
-          "locks and the answer disagree");
-  if (!error) model_.remove(removal, doomed);
+  expect_removed(removal, doomed, error);
 }
 
 void Session::invalidate_many() {
@@ -77,9 +79,7 @@ void Session::invalidate_many() {
   }
   Removal removal;
   const auto error = error_of([&] { removal = all ? index_->invalidate_all() : index_->invalidate_namespace(name); });
-  require(error == (model_.locked(doomed) ? std::optional(ErrorKind::kLock) : std::nullopt),
-          "locks and the answer disagree");
-  if (!error) model_.remove(removal, doomed);
+  expect_removed(removal, doomed, error);
 }
 
 }  // namespace sage::model

@@ -69,6 +69,7 @@ class Session {
   void extend();
   void store(const Key& start, const Tokens& tokens, LockId lock);
   void expect_stored(const Entry& entry, const Key& end, std::size_t first, const std::vector<BlockId>& ids, Tier tier);
+  void expect_removed(const Removal& removal, const std::set<Key>& doomed, std::optional<ErrorKind> error);
   void lookup();
   void lookup_tiers();
   void unlock();

@@ -107,6 +107,8 @@ class Model {
     }
     bounds_.resize(kLayers * kBlocks * kKeyHeads * 2 * kHeadSize);
     cache.bounds = bounds_.data();
+    key_sums_.resize(bounds_.size() / 2);
+    cache.key_sums = key_sums_.data();
     codes_.resize(kLayers * kBlocks * kKeyHeads * kBlock * kHeadSize / 4);
     if (kHeadSize % 16 == 0) cache.codes = codes_.data();
     const std::vector<std::int64_t> positions(tokens.size(), 0);
@@ -193,6 +195,7 @@ class Model {
   sage::CpuKernels kernels_;
   std::vector<std::vector<float>> kept_, caches_;
   std::vector<float> bounds_;
+  std::vector<std::int32_t> key_sums_;
   std::vector<std::uint8_t> codes_;
   std::shared_ptr<const sage::Sparse> sparse_;
   std::shared_ptr<const sage::SparsePrompts> sparse_prompts_;
@@ -206,17 +209,37 @@ class Model {
   std::unique_ptr<sage::Decoder> decoder_;
 };
 
+// Bit by bit: two numbers of 16 bits may make one of 32 bits that equals nothing.
+bool same(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+// One model with one thread and with three.
+struct Both {
+  template <class... Settings>
+  explicit Both(Settings... settings) : one(settings...), several(settings...) {}
+
+  std::vector<float> run(const std::vector<std::int64_t>& queries, const std::vector<std::int64_t>& lengths,
+                         std::int64_t first_token = 1, bool draws = false) {
+    auto found = one.run(alone, queries, lengths, first_token, draws);
+    EXPECT(same(found, several.run(together, queries, lengths, first_token, draws)));
+    return found;
+  }
+
+  Model one, several;
+  sage::Team alone{1}, together{3};
+};
+
 void threads_change_nothing(bool has_experts) {
   const auto plain = sage::Format::kPlain;
-  Model one(sage::Dtype::kFloat32, plain, has_experts), several(sage::Dtype::kFloat32, plain, has_experts);
-  sage::Team alone(1), together(3);
+  Both both(sage::Dtype::kFloat32, plain, has_experts);
   for (int round = 0; round < 20; ++round) {
-    EXPECT(one.run(alone, {70, 9}, {70, 9}, round) == several.run(together, {70, 9}, {70, 9}, round));
-    EXPECT(one.run(alone, {1, 3}, {71, 12}, round) == several.run(together, {1, 3}, {71, 12}, round));
-    EXPECT(one.run(alone, {1, 1}, {72, 13}, round, true) == several.run(together, {1, 1}, {72, 13}, round, true));
+    both.run({70, 9}, {70, 9}, round);
+    both.run({1, 3}, {71, 12}, round);
+    both.run({1, 1}, {72, 13}, round, true);
   }
-  EXPECT(one.run(alone, {300}, {300}) == several.run(together, {300}, {300}));  // larger buffers
-  EXPECT(one.run(alone, {2}, {302}) == several.run(together, {2}, {302}));      // splits of keys
+  both.run({300}, {300});  // larger buffers
+  both.run({2}, {302});    // splits of keys
 }
 
 void weights_of_few_bits_run() {
@@ -225,13 +248,13 @@ void weights_of_few_bits_run() {
     bool in_8_bits;
   };
   const Way ways[] = {{sage::Format::kLevels4, false}, {sage::Format::kLevels4, true}, {sage::Format::kLevels8, false},
-                      {sage::Format::kLevels8, true}, {sage::Format::kFloat8, false}};
+                      {sage::Format::kLevels8, true}, {sage::Format::kFloat8, false}, {sage::Format::kLevels6, false},
+                      {sage::Format::kLevels6, true}};
   for (const auto& [format, in_8_bits] : ways) {
     for (const auto dtype : {sage::Dtype::kFloat32, sage::Dtype::kBFloat16}) {
-      Model one(dtype, format, false, in_8_bits), several(dtype, format, false, in_8_bits);
-      sage::Team alone(1), together(3);
-      EXPECT(one.run(alone, {70, 9}, {70, 9}) == several.run(together, {70, 9}, {70, 9}));
-      EXPECT(one.run(alone, {1, 3}, {71, 12}) == several.run(together, {1, 3}, {71, 12}));
+      Both both(dtype, format, false, in_8_bits);
+      both.run({70, 9}, {70, 9});
+      both.run({1, 3}, {71, 12});
     }
   }
 }
@@ -240,10 +263,9 @@ void caches_of_few_bits_run() {
   for (const auto cached : {sage::Format::kLevels4, sage::Format::kLevels8, sage::Format::kFloat8}) {
     for (const auto dtype : {sage::Dtype::kFloat32, sage::Dtype::kBFloat16}) {
       const auto weights = sage::Format::kLevels8;
-      Model one(dtype, weights, false, false, cached), several(dtype, weights, false, false, cached);
-      sage::Team alone(1), together(3);
-      EXPECT(one.run(alone, {270, 9}, {270, 9}) == several.run(together, {270, 9}, {270, 9}));
-      EXPECT(one.run(alone, {1, 3}, {271, 12}) == several.run(together, {1, 3}, {271, 12}));
+      Both both(dtype, weights, false, false, cached);
+      both.run({270, 9}, {270, 9});
+      both.run({1, 3}, {271, 12});
     }
   }
 }
@@ -251,81 +273,68 @@ void caches_of_few_bits_run() {
 void choices_of_blocks_run() {
   using Weights = sage::Sparse::Weights;
   for (const auto cached : {sage::Format::kPlain, sage::Format::kLevels8}) {
-    for (const auto weights : {Weights::kNone, Weights::kBounds, Weights::kCodes, Weights::kExact}) {
+    for (const auto weights : {Weights::kNone, Weights::kBounds, Weights::kSpread, Weights::kCodes, Weights::kExact}) {
       for (const bool by_head : {false, true}) {
         const auto plain = sage::Format::kPlain;
-        Model one(sage::Dtype::kFloat32, plain, false, false, cached), several(sage::Dtype::kFloat32, plain, false, false, cached);
-        sage::Team alone(1), together(3);
-        EXPECT(one.run(alone, {290, 40, 9}, {290, 40, 9}) == several.run(together, {290, 40, 9}, {290, 40, 9}));
+        Both both(sage::Dtype::kFloat32, plain, false, false, cached);
+        both.run({290, 40, 9}, {290, 40, 9});
         auto sparse = std::make_shared<sage::Sparse>();
         sparse->keep = {18, 2, 1};
         sparse->weights = weights;
         sparse->by_head = by_head;
         sparse->whole_layers = by_head ? 1 : 0;
-        const auto whole = one.run(alone, {1, 1, 1}, {291, 41, 10});
-        one.choose(sparse);
-        several.choose(sparse);
-        const auto found = one.run(alone, {1, 1, 1}, {291, 41, 10});
-        EXPECT(found == several.run(together, {1, 1, 1}, {291, 41, 10}));
-        EXPECT(one.failure().empty() && found != whole);
+        const auto whole = both.run({1, 1, 1}, {291, 41, 10});
+        both.one.choose(sparse);
+        both.several.choose(sparse);
+        const auto found = both.run({1, 1, 1}, {291, 41, 10});
+        EXPECT(both.one.failure().empty() && found != whole);
         sparse->choose = [](const sage::Sparse::View& view) {
           view.chosen[0] = 7;  // of 18 that rise
           return std::string();
         };
-        one.run(alone, {1, 1, 1}, {291, 41, 10});
-        EXPECT(!one.failure().empty());
+        both.one.run(both.alone, {1, 1, 1}, {291, 41, 10});
+        EXPECT(!both.one.failure().empty());
       }
     }
   }
-}
-
-// Bit by bit: two numbers of 16 bits may make one of 32 bits that equals nothing.
-bool same(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
 void choices_of_prompts_run() {
   for (const auto cached : {sage::Format::kPlain, sage::Format::kLevels8}) {
     for (const auto dtype : {sage::Dtype::kFloat32, sage::Dtype::kBFloat16}) {
       const auto weights = sage::Format::kLevels8;
-      Model one(dtype, weights, false, false, cached), several(dtype, weights, false, false, cached);
-      sage::Team alone(1), together(3);
-      one.observe({20, 3});
-      several.observe({20, 3});
-      const auto whole = one.run(alone, {290, 40}, {290, 40});
-      EXPECT(same(whole, several.run(together, {290, 40}, {290, 40})));
-      EXPECT(one.observed() == several.observed());
+      Both both(dtype, weights, false, false, cached);
+      both.one.observe({20, 3});
+      both.several.observe({20, 3});
+      const auto whole = both.run({290, 40}, {290, 40});
+      EXPECT(both.one.observed() == both.several.observed());
       auto sparse = std::make_shared<sage::SparsePrompts>();
       sparse->stride = 8;
       sparse->share = 0.4F;
       sparse->threshold = 0.9F;
-      one.choose_prompts(sparse);
-      several.choose_prompts(sparse);
-      const auto found = one.run(alone, {290, 40}, {290, 40});
-      EXPECT(same(found, several.run(together, {290, 40}, {290, 40})));
+      both.one.choose_prompts(sparse);
+      both.several.choose_prompts(sparse);
+      const auto found = both.run({290, 40}, {290, 40});
       EXPECT(!same(found, whole));
-      EXPECT(one.observed() == several.observed());
+      EXPECT(both.one.observed() == both.several.observed());
     }
   }
 }
 
 void common_blocks_are_read_once() {
   for (const std::size_t sequences : {2, 8}) {  // few rows, and many
-    Model one, several;
-    sage::Team alone(1), together(3);
+    Both both;
     std::vector<std::int64_t> prompts(sequences), queries(sequences, 1), lengths(sequences);
     for (std::size_t i = 0; i < sequences; ++i) lengths[i] = (prompts[i] = 260 + 5 * static_cast<std::int64_t>(i)) + 1;
-    one.run(alone, prompts, prompts);
-    several.run(together, prompts, prompts);
-    one.share(16, false);
-    const auto apart = one.run(alone, queries, lengths);
-    one.share(16, true);
-    several.share(16, true);
-    const auto shared = one.run(alone, queries, lengths);
-    EXPECT(shared == several.run(together, queries, lengths));
+    both.run(prompts, prompts);
+    both.one.share(16, false);
+    const auto apart = both.one.run(both.alone, queries, lengths);
+    both.one.share(16, true);
+    both.several.share(16, true);
+    const auto shared = both.run(queries, lengths);
     for (std::size_t i = 0; i < apart.size(); ++i) EXPECT(std::abs(shared[i] - apart[i]) < 1e-4F);
-    one.share_where_it_pays();
-    const auto paid = one.run(alone, queries, lengths);
+    both.one.share_where_it_pays();
+    const auto paid = both.one.run(both.alone, queries, lengths);
     EXPECT(paid == shared || paid == apart);
     EXPECT((shared == apart) == (sequences == 2));  // many rows are added up in another order
   }
@@ -335,22 +344,22 @@ void common_blocks_are_read_once() {
 void trees_run() {
   for (const auto dtype : {sage::Dtype::kFloat32, sage::Dtype::kBFloat16}) {
     const auto weights = sage::Format::kLevels8;
-    Model one(dtype, weights), several(dtype, weights), chain(dtype, weights);
-    sage::Team alone(1), together(3);
+    Both both(dtype, weights);
+    Model chain(dtype, weights);
     const std::vector<std::int64_t> parents{-1, 0, 1, 0, 3, 0, -1, 0, 1};
-    for (Model* each : {&one, &several}) each->branch(parents);
-    for (Model* each : {&one, &several, &chain}) each->run(alone, {260, 9}, {260, 9});
-    const auto found = one.run(alone, {6, 3}, {266, 12});
-    EXPECT(found == several.run(together, {6, 3}, {266, 12}));
-    const auto plain = chain.run(alone, {6, 3}, {266, 12});
-    const auto same = [&](std::size_t token) {
+    for (Model* each : {&both.one, &both.several}) each->branch(parents);
+    both.run({260, 9}, {260, 9});
+    chain.run(both.alone, {260, 9}, {260, 9});
+    const auto found = both.run({6, 3}, {266, 12});
+    const auto plain = chain.run(both.alone, {6, 3}, {266, 12});
+    const auto equal = [&](std::size_t token) {
       const std::size_t bytes = kHidden * (dtype == sage::Dtype::kFloat32 ? 4 : 2);
       const auto of = [&](const std::vector<float>& all) { return reinterpret_cast<const char*>(all.data()) + token * bytes; };
       return std::memcmp(of(found), of(plain), bytes) == 0;
     };
-    for (const std::size_t token : {0, 1, 2, 6, 7, 8}) EXPECT(same(token));  // no branch stands before them
+    for (const std::size_t token : {0, 1, 2, 6, 7, 8}) EXPECT(equal(token));  // no branch stands before them
     if (dtype == sage::Dtype::kBFloat16) continue;  // all tokens have the same numbers, rounded
-    for (const std::size_t token : {3, 4, 5}) EXPECT(!same(token));
+    for (const std::size_t token : {3, 4, 5}) EXPECT(!equal(token));
   }
   Model odd;
   sage::Team team(1);

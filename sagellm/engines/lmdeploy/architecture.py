@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from sagellm.models import ModelError
 from sagellm.models.folder import read_hf_config
 
-__all__ = ["CpuSupport", "check_architecture", "check_harmony", "cpu_support"]
+__all__ = ["CpuSupport", "check_architecture", "check_harmony", "cpu_support", "sees"]
 
 
 class CpuSupport(NamedTuple):
@@ -68,6 +68,13 @@ def check_harmony(model: Path) -> None:
             f"{model} needs the vocabulary of Harmony, its chat format: {str(error).rstrip('.')}. Download o200k_base.tiktoken "
             "where there is a network, and set TIKTOKEN_ENCODINGS_BASE to its folder."
         ) from None
+
+
+def sees(model: Path) -> bool:
+    """Return whether LMDeploy serves a model as one that takes images. Here it gets none."""
+    from lmdeploy.archs import check_vl_llm
+
+    return check_vl_llm(read_hf_config(model))
 
 
 def cpu_support(model: Path, dtype: str) -> CpuSupport:

@@ -21,7 +21,7 @@ __all__ = ["BlockDrops"]
 
 
 class BlockDrops:
-    """Owned by one scheduler, of which the model runs in this process.
+    """Owned by one scheduler. Workers get the shorter block tables with the next step, so all of them give up the same.
 
     Args:
         note: called with what is written to a record: the request, and what it gave up.

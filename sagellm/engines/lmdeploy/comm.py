@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 
 from sagellm import _core
 from sagellm.comm_backend.shm import ShmBackend
-from sagellm.core.collectives import GROUP, CommDecision, CommOp
+from sagellm.core.collectives import GROUP, CommDecision, CommOp, CommRule
 from sagellm.core.config import HookConfig
 from sagellm.core.host import PluginHost
 from sagellm.engines.lmdeploy.comm_choice import ARGUMENTS, AUTO, CommChoice, join
@@ -39,9 +39,9 @@ def attach(spec: str, dist_ctx: Any) -> "CommObserver | None":
     if world_size == 1:
         return None
     config = HookConfig.model_validate_json(spec)
-    backend = join(config.comm_backend, config.comm_device, rank, world_size, config.comm_options)
+    joined = join(config.comm_backend, config.comm_device, rank, world_size, config.comm_options)
     host, cpu_group = PluginHost(config), dist_ctx.attn_tp_group.cpu_group
-    choice = CommChoice(host, rank, world_size, backend, config.comm_backend == AUTO, cpu_group)
+    choice = CommChoice(host, rank, world_size, joined, config.comm_backend == AUTO, cpu_group)
     observer = CommObserver(host, rank, world_size, choice)
     return observer if observer.is_needed else None
 
@@ -55,9 +55,10 @@ class CommObserver:
 
     def __init__(self, host: PluginHost, rank: int, world_size: int, choice: CommChoice | None = None) -> None:
         self._host = host
-        self._choice = choice or CommChoice(host, rank, world_size, None)
+        self._choice = choice or CommChoice(host, rank, world_size)
         self._backend = self._choice.backend
         self._forced = ""  # backend that a native step has chosen
+        self.num_changes = 0  # of rules
         self._exchange: _core.ShmExchange | None = None
         self._rank = rank
         self._world_size = world_size
@@ -70,6 +71,7 @@ class CommObserver:
         self._reporter = threading.Thread(target=self._report, name="sagellm-comm-report", daemon=True)
         self._writing = threading.Lock()
         if host.config.run_dir is not None:
+            self._write_report()  # the engine process reads what backends there are
             self._reporter.start()
 
     @property
@@ -77,9 +79,18 @@ class CommObserver:
         asked = self._host.config.comm_metrics or self._host.recorder.enabled or self._choice.has_choice
         return asked or self._host.listens("comm_begin") or self._host.listens("comm_end")
 
+    def follow(self, rules: Iterable[CommRule]) -> None:
+        """A step begins from which on collectives of these sorts are done so. All ranks come here between the same two."""
+        self.num_changes += 1
+        self._choice.follow(rules)
+
     def of_layers(self, num_bytes: int, num_layers: int, phase: str) -> list[CommDecision]:
         """Return how the sums of each layer of a native step are done."""
         return self._choice.of_layers(num_bytes, num_layers, phase)
+
+    def of_logits(self, num_bytes: int, phase: str) -> CommDecision:
+        """Return how the logits of a native step are gathered. `num_bytes`: of a worker's part."""
+        return self._choice.of("all_gather", num_bytes, "float32", None, phase)
 
     def native_exchange(self, backend: str) -> _core.ShmExchange | None:
         """Return what exchanges the numbers of native steps by a backend, without Python.
@@ -119,12 +130,12 @@ class CommObserver:
             for plugin_name, plugin in self._host.listeners("comm_begin")
         }
         whole_bytes, num_ranks = _whole_bytes(values), _group_size(values) or self._world_size
-        start_ns = time.monotonic_ns()
+        start_ns, backend = time.monotonic_ns(), GROUP
 
         def end(end_ns: int | None) -> None:
             latency_ns = None if end_ns is None else end_ns - start_ns
             self.stats.add(self._rank, name, whole_bytes, num_ranks, latency_ns)
-            self._end(op, tokens, latency_ns)
+            self._end(op, tokens, latency_ns, backend)
 
         result = None
         try:
@@ -132,7 +143,8 @@ class CommObserver:
             if own is None:
                 result = function(*args, **kwargs)
             else:
-                own()
+                backend = self._backend.name
+                result = own()
         finally:
             end_ns = time.monotonic_ns()
             self.stats.expose(self._rank, name, end_ns - start_ns)
@@ -144,7 +156,7 @@ class CommObserver:
         return _WatchedWork(result, lambda waited_ns: self.stats.expose(self._rank, name, waited_ns), end, self._unseen)
 
     def _backends_call(self, op: CommOp, args: tuple, kwargs: dict) -> Callable[[], object] | None:
-        """Return the backend's call in place of a collective: of all ranks, which the caller waits for; None if it has none."""
+        """Return the backend's call in place of a collective of all ranks; None if it has none."""
         names = ARGUMENTS.get(op.name)
         if names is None or not self._choice.has_choice:
             return None
@@ -152,15 +164,19 @@ class CommObserver:
         group = given.get("group")
         if not (group is None or group.size() == self._world_size):
             return None
-        chosen = self._forced or self._choice.of(op.name, op.num_bytes, op.dtype).backend
-        if chosen == GROUP or given.get("async_op"):
-            return None
         tensor = given["tensor"]
-        if not tensor.is_contiguous() or tensor.device.type not in self._backend.device_types:
+        device = tensor.device.type
+        chosen = self._forced or self._choice.of(op.name, op.num_bytes, op.dtype, device=device).backend
+        is_async = bool(given.get("async_op"))
+        if chosen == GROUP or (is_async and not self._forced):  # others may ask for the handle's future
+            return None
+        if not tensor.is_contiguous() or device not in self._backend.device_types:
+            return None
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():  # a backend waits for its end, a graph must not
             return None
         if op.name == "all_reduce":
             is_sum = given.get("op", torch.distributed.ReduceOp.SUM) == torch.distributed.ReduceOp.SUM
-            return partial(self._backend.all_reduce, tensor) if is_sum else None
+            return partial(self._backend.all_reduce, tensor, async_op=is_async) if is_sum else None
         if op.name == "broadcast":
             return partial(self._backend.broadcast, tensor, given["src"])
         return partial(self._gather, given["tensor_list"], tensor)
@@ -171,13 +187,14 @@ class CommObserver:
         for output, part in zip(outputs, parts, strict=True):
             output.copy_(part)
 
-    def _end(self, op: CommOp, tokens: dict[str, Any], latency_ns: int | None) -> None:
+    def _end(self, op: CommOp, tokens: dict[str, Any], latency_ns: int | None, backend: str) -> None:
         for name, plugin in self._host.listeners("comm_end"):
             self._host.call_one(name, "comm_end", plugin.comm_end, op, tokens.get(name))
         if self._host.recorder.enabled:
             self._host.recorder.write(
-                "comm", op=op.name, bytes=op.num_bytes, rank=op.rank, world_size=op.world_size, duration_ns=latency_ns
-            )
+                "comm", op=op.name, bytes=op.num_bytes, rank=op.rank, world_size=op.world_size, duration_ns=latency_ns,
+                backend=backend,
+            )  # fmt: skip
         self._has_news.set()
         if len(self._host.faults) != self._num_faults:
             self._num_faults = len(self._host.faults)
@@ -213,7 +230,10 @@ class CommObserver:
         draft = file.with_suffix(".tmp")
         # The lock keeps an older report from taking the place of a newer one. The folder goes when the server has ended.
         with self._writing, contextlib.suppress(FileNotFoundError):
-            report = {"comm": self.stats.report(), "comm_measured": self._choice.measured}
+            report = {
+                "comm": self.stats.report(), "comm_choice": self._choice.report(),
+                "comm_backends": {name: self._choice.backends(name, self._host.config.comm_device) for name in ARGUMENTS},
+            }  # fmt: skip
             draft.write_text(json.dumps(self._host.report() | report))
             os.replace(draft, file)
 

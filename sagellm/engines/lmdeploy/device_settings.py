@@ -76,15 +76,17 @@ def packed_weights_of(config: SageConfig, model: Path, device: str) -> Path:
     """Return the folder of a converted GGUF file whose weights can stay packed.
 
     Raises:
-        ConfigError: another device or source, or several workers.
+        ConfigError: another device.
+        ModelError: another source, or workers that cannot share the blocks of its matrices.
     """
+    from sagellm.models.folder import read_hf_config
     from sagellm.models.gguf_levels import GGUFLevels
 
     if device != "cpu":
         raise ConfigError(f"weights packed runs on the CPU device, and this engine is on {device}; use weights auto.")
+    levels = GGUFLevels(model)
     if config.tensor_parallel > 1:
-        raise ConfigError("weights packed needs the whole model in one worker; use tensor_parallel 1, or weights auto.")
-    GGUFLevels(model)
+        levels.check_split(read_hf_config(model), config.tensor_parallel)
     return model
 
 

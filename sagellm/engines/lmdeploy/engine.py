@@ -44,6 +44,7 @@ from sagellm.engines.lmdeploy.settings_plugins import (
     all_plugins,
     check_no_window,
     check_settings_plugins,
+    check_workers_policy,
     sparsity_spec,
     speculative_spec,
 )
@@ -79,7 +80,7 @@ def require_patched() -> None:
 
 
 def hook_config(config: SageConfig, run_dir: Path | None = None, pd: PDHooks | None = None) -> HookConfig:
-    feed = () if pd is None else (PluginSpec(name=FEED),)
+    feed = () if pd is None or pd.role is None else (PluginSpec(name=FEED),)
     return HookConfig(
         plugins=(*all_plugins(config), *feed), time_limit_s=config.plugin_time_limit_s,
         hold_limit_s=config.hold_limit_s, record=config.record, run_dir=run_dir,
@@ -108,13 +109,14 @@ def build_engine_config(
         check_compute(config, device, sizes.weights_dtype)
         check_prefix_attention(config, device)
         check_no_window(config, model)
+        check_workers_policy(config, model, device, sizes.weights_dtype, sizes.schema.head_dim)
         if config.weights == "packed":
             known["packed_weights"] = packed_weights_of(config, model, device)
         known["model"] = config.model_name or model.resolve().name
         folder = config.kv.disk if config.kv is not None else None
         if folder is not None or config.plugins:  # no other setting keeps bytes, and reading all weights takes a while
             known["layout"] = layout_of(model, config, sizes, device, folder or default_cache_dir())
-        if hooks.pd is not None:
+        if hooks.pd is not None and hooks.pd.role is not None:
             weights = weights_of(model, config, sizes, folder or default_cache_dir())
             known["pd"] = hooks.pd.model_copy(update={"weights": weights})
     hooks = hooks.model_copy(update=known)
@@ -122,7 +124,7 @@ def build_engine_config(
     options: dict[str, Any] = {"prefill_interval": config.decode_round or default_round}
     if device != "cpu" and (config.kv_memory_share is not None or sizes.draft is not None):
         options["cache_max_entry_count"] = gpu_share(config.kv_memory_share, sizes)
-    if hooks.pd is not None:
+    if hooks.pd is not None and hooks.pd.role is not None:
         from lmdeploy.pytorch.disagg.config import EngineRole
 
         options["role"] = EngineRole[hooks.pd.role.capitalize()]
@@ -218,10 +220,7 @@ class LMDeployEngine(BaseEngine):
         # Built here, not on the loop's thread: with several workers LMDeploy installs a signal handler, which Python
         # allows on the main thread only.
         self.engine = _build(model, engine_config, speculative_config(config))
-        agent = getattr(self.engine.executor, "model_agent", None)  # of an engine without workers
-        grammars = getattr(agent, "guided_decoding_manager", None)
-        if grammars is not None:
-            grammars.processors = {}  # LMDeploy keeps one for all engines of a process, by numbers that they share
+        grammars = own_grammars(self.engine)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sagellm-engine", daemon=True)
         self._thread.start()
@@ -312,6 +311,15 @@ class LMDeployEngine(BaseEngine):
         """
         self._on_loop(self.hooks.pd.connect_peer(engine_id, address))
 
+    def progress(self) -> float:
+        """Return the seconds that steps have taken so far. From any thread, without a wait.
+
+        Raises:
+            EngineError: the engine works no more.
+        """
+        self._check_loop()
+        return self.hooks.step_s
+
     def prompt_logits(self, prompt: Sequence[int]) -> "np.ndarray":
         longest = self.engine.max_session_len - 1
         if not 0 < len(prompt) <= longest:
@@ -353,11 +361,7 @@ class LMDeployEngine(BaseEngine):
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        from lmdeploy import sage_device
-
-        device = sage_device.find(self._device)
-        if device is not None and (agent := getattr(self.engine.executor, "model_agent", None)) is not None:
-            device.end_steps(agent)
+        end_steps(self.engine, self._device)
 
     async def _start(self) -> None:
         self.engine.start_loop()
@@ -417,6 +421,31 @@ class LMDeployEngine(BaseEngine):
         if loop_task is not None and loop_task.done():
             why = failure_of(self.engine.executor) or "the engine loop has stopped"
             raise EngineError(f"{why}; its log says why.") from None
+
+
+def own_grammars(engine: Any) -> Any:
+    """Give an engine states of grammars of its own, and return their keeper; None if its workers keep them.
+
+    LMDeploy keeps one dictionary for all engines of a process, by request numbers that they share.
+    """
+    grammars = getattr(_agent_of(engine), "guided_decoding_manager", None)
+    if grammars is not None:
+        grammars.processors = {}
+    return grammars
+
+
+def end_steps(engine: Any, device: str) -> None:
+    """End the thread that computes the steps of an engine which is closed."""
+    from lmdeploy import sage_device
+
+    found, agent = sage_device.find(device), _agent_of(engine)
+    if found is not None and agent is not None:
+        found.end_steps(agent)
+
+
+def _agent_of(engine: Any) -> Any:
+    """Return LMDeploy's model agent of an engine without workers."""
+    return getattr(engine.executor, "model_agent", None)
 
 
 def _build(model: Path, engine_config: Any, speculative: Any = None) -> Any:

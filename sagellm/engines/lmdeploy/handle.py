@@ -1,6 +1,6 @@
 """`EngineHandle` of LMDeploy's PyTorch engine, one for each plug-in."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
@@ -34,6 +34,8 @@ class Requests(Protocol):
     def transfer_of(self, request_id: int) -> str: ...
 
     def checks_drafts(self) -> bool: ...
+
+    def comm_backends(self) -> Mapping[str, tuple[str, ...]]: ...
 
 
 class Handle:
@@ -106,6 +108,10 @@ class Handle:
     @property
     def checks_drafts(self) -> bool:
         return self._ask(self._requests.checks_drafts)
+
+    @property
+    def comm_backends(self) -> Mapping[str, tuple[str, ...]]:
+        return self._ask(self._requests.comm_backends)
 
     def request_blocks(self, request_id: int) -> tuple[int, ...]:
         return self._ask(self._requests.blocks_of, int(request_id))

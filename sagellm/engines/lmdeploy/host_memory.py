@@ -8,10 +8,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from sagellm.core.collectives import CommRule
 from sagellm.core.errors import PluginError
 
 logger = logging.getLogger(__name__)
 
+RULES = "rules"  # among the moves of a step
 BlockBytes = np.ndarray  # uint8 [block_bytes]
 
 
@@ -79,16 +81,32 @@ def open_host_cache(cache_engine: Any, num_host_blocks: int, block_bytes: int) -
     return cache
 
 
-def with_copies(moves: dict[int, int], copies: dict[int, int]) -> dict[int, int]:
-    """Let copies inside the pool, target -> source, ride with those from the host: their keys are below 0."""
-    return moves | {-1 - target: source for target, source in copies.items()} if copies else moves
+def with_copies(
+    moves: dict[int, int], copies: dict[int, int], rules: tuple[CommRule, ...] | None = None
+) -> dict[Any, Any]:
+    """Let what else precedes a step ride with copies from the host.
+
+    All workers get the copies of a step in its message, and read them where the step begins. So rules change before the same
+    collective on all workers.
+
+    Args:
+        copies: inside the pool, target -> source; their keys are below 0.
+        rules: of collectives, if they are other ones from this step on.
+    """
+    if copies:
+        moves = moves | {-1 - target: source for target, source in copies.items()}
+    return moves if rules is None else moves | {RULES: rules}
 
 
 def make_copies(cache_engine: Any, moves: dict[int, int]) -> dict[int, int]:
-    """Copy blocks inside the pool of this worker, after blocks have left for the host; return the moves from the host."""
+    """Take what rides with the moves of a step: copies inside the pool of this worker, after blocks have left for the host, and
+    rules of collectives. Return the moves from the host."""
     import torch
-    from lmdeploy import sage_device
+    from lmdeploy import sage_comm, sage_device
 
+    rules = moves.pop(RULES, None)
+    if rules is not None and sage_comm.observer is not None:
+        sage_comm.observer.follow(rules)
     pairs = {-1 - key: source for key, source in moves.items() if key < 0}
     if not pairs:
         return moves

@@ -1,11 +1,11 @@
 """Lines of the record that say what engine it was and what became of requests. `seq` is LMDeploy's `SchedulerSequence`."""
 
 import time
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from sagellm.core.config import HookConfig
 from sagellm.core.events import FORMAT
+from sagellm.core.packages import version_of
 from sagellm.core.scheduling import NO_SERVICE
 from sagellm.engines.lmdeploy.prefix_cache import namespace_of
 from sagellm.engines.lmdeploy.requests import parent_of, service_of
@@ -14,12 +14,8 @@ from sagellm.engines.lmdeploy.requests import parent_of, service_of
 def open_line(scheduler: Any, config: HookConfig, prefix_caching: bool) -> dict[str, Any]:
     """Fields of `open`: what a replay needs to know of the engine."""
     cache = scheduler.cache_config
-    try:
-        own_version = version("sagellm")
-    except PackageNotFoundError:  # a checkout that was not installed
-        own_version = ""
     return dict(
-        format=FORMAT, version=own_version, engine="lmdeploy.pytorch", model=config.model, layout=config.layout,
+        format=FORMAT, version=version_of("sagellm") or "", engine="lmdeploy.pytorch", model=config.model, layout=config.layout,
         block_size=cache.block_size, block_bytes=config.block_bytes, num_blocks=cache.num_gpu_blocks,
         host_blocks=cache.num_cpu_blocks, prefix_caching=prefix_caching, max_prefill_tokens=cache.max_prefill_token_num,
         max_batch_size=scheduler.scheduler_config.max_batches, decode_round=scheduler.scheduler_config.prefill_interval,

@@ -1,21 +1,18 @@
 """Tensor-parallel workers that are actors of Ray, on one machine or on several: where they run, and a watch over them."""
 
 import os
-import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.util import find_spec
 from typing import Any
 
+from sagellm.comm_backend.config import NODES_WAIT_S, check_ray_address
 from sagellm.core.config import SageConfig
 from sagellm.core.errors import ConfigError, EngineError
 from sagellm.engines.lmdeploy.workers import END_S, HANG_S, LOOK_S, LOST_S, Watch, hangs
 
 __all__ = ["RayWatch", "check_ray", "set_ray", "wait_for_nodes"]
 
-NODES_WAIT_S = 60.0  # for nodes that hold the workers; one may just be starting again
-CONNECT_S = 5.0
 LATE_S = 15.0  # of a step's result while all workers answer: they may compute
 
 
@@ -27,19 +24,9 @@ def check_ray(config: SageConfig) -> None:
         return
     if config.tensor_parallel == 1:
         raise ConfigError("distributed_executor_backend ray is for tensor_parallel above 1; give both, or neither.")
-    if find_spec("ray") is None:
-        raise ConfigError("distributed_executor_backend ray needs the package ray; install it: pip install 'sagellm[ray]'.")
     if config.ray_address is None:
         raise ConfigError("distributed_executor_backend ray needs ray_address: host:port of the cluster's head, or auto.")
-    if config.ray_address == "auto":
-        return
-    host, _, port = config.ray_address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ConfigError(f"ray_address is {config.ray_address!r}; give host:port of the cluster's head, or auto.")
-    try:
-        socket.create_connection((host, int(port)), CONNECT_S).close()
-    except OSError as error:
-        raise ConfigError(f"no Ray cluster answers at {config.ray_address}: {error.strerror or error}.") from None
+    check_ray_address(config.ray_address, "distributed_executor_backend ray")
 
 
 def set_ray(config: SageConfig) -> None:

@@ -1,4 +1,4 @@
-"""The wait of LMDeploy's engine process for the calls of its server, and its end."""
+"""Calls of LMDeploy's server to its engine process: how that waits for them and ends, and what becomes of them if it dies."""
 
 import asyncio
 import signal
@@ -7,9 +7,12 @@ from typing import Any
 
 import zmq
 
-LOOK_S = 1.0  # a server that is told to stop notices it within this time
+from sagellm.core.errors import EngineError
 
-__all__ = ["CallPoller"]
+LOOK_S = 1.0  # a server that is told to stop notices it within this time
+DEAD_S = 0.2  # how often a call looks whether the process that should answer lives
+
+__all__ = ["CallPoller", "fail_when_dead"]
 
 
 class CallPoller:
@@ -63,3 +66,24 @@ class CallPoller:
         if not self._ending:
             self._ending = True
             raise SystemExit(0)
+
+
+def fail_when_dead(client: Any, process: Any) -> None:
+    """Let calls that block fail once the process that should answer has ended.
+
+    LMDeploy makes one every ten seconds on the server's event loop, for its log. A wait for ever there would keep the server
+    from telling its clients of the death.
+
+    Args:
+        client: LMDeploy's `AsyncRPCClient`. The `recv` of its blocking socket is wrapped.
+        process: as in `multiprocessing`.
+    """
+    socket, receive = client.sync_socket, client.sync_socket.recv
+
+    def receive_from_living(*args: Any, **options: Any) -> Any:
+        while not socket.poll(1000 * DEAD_S):
+            if not process.is_alive():
+                raise EngineError(f"the engine process has ended with code {process.exitcode}; its log says why.")
+        return receive(*args, **options)
+
+    socket.recv = receive_from_living

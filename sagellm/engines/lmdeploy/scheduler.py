@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from sagellm.core.collectives import GROUP, CommRule
 from sagellm.core.config import HookConfig
 from sagellm.core.errors import PluginError, PolicyError, SageError
 from sagellm.core.guard import PluginFault
@@ -25,6 +26,8 @@ from sagellm.core.hooks import EvictionReason, Tier
 from sagellm.core.host import PluginHost
 from sagellm.core.schedule_lines import step_line
 from sagellm.engines.lmdeploy.branches import Branches
+from sagellm.engines.lmdeploy.comm_choice import ARGUMENTS
+from sagellm.engines.lmdeploy.grammars import Grammars
 from sagellm.engines.lmdeploy.handle import Handle
 from sagellm.engines.lmdeploy.host_memory import SwapTimes, cache_engine_of, copies_at_once, with_copies
 from sagellm.engines.lmdeploy.kv_manager import BUILT_IN, KVManager
@@ -54,7 +57,9 @@ class SchedulerHooks:
         self.cache = PrefixCache(scheduler, has_router=self._config.pd is not None)
         self.kv = KVManager(scheduler, self._host, self.cache, self._config.block_bytes)
         self.prefix = PrefixHooks(self._host, self.kv, self.cache, self._num_whole)
-        self.choice = StepChoice(scheduler, self._host, self.kv.num_free, self._config.hold_limit_s)
+        self.choice = StepChoice(
+            scheduler, self._host, self.kv.num_free, self._config.hold_limit_s, self.comm_backends
+        )
         for name in ("order_waiting", "order_running", "over_budget", "released", "holds_all"):
             setattr(self, name, getattr(self.choice, name))
         self.branches = Branches(
@@ -63,10 +68,14 @@ class SchedulerHooks:
         )  # fmt: skip
         self._times_tokens = self._host.decides("schedule")  # the owner is told when each request got its tokens
         self._num_preempted = 0
+        self._num_workers = 1
+        self._comm_backends: dict[str, tuple[str, ...]] | None = None  # once somebody has asked
+        self._rules: tuple[CommRule, ...] = ()  # of the step that was sent last
         self.speculation: Any = None  # where a strategy guesses tokens
-        self._sparse: Any = None  # where a policy chooses the blocks that steps read, in this process
+        self._sparse: Any = None  # where a policy chooses the blocks that steps read
         self._drops: Any = None  # where it gives blocks up
-        self.pd: Any = None  # where the engine is one of a prefill/decode group
+        self.grammars = Grammars(None)
+        self.pd: Any = None  # where the engine is one of a prefill/decode group, or tells what it has cached
         self.tick = self.cache.tick
         scheduler.block_manager.allocator.sage = self
         scheduler.block_trie.sage = self
@@ -90,9 +99,14 @@ class SchedulerHooks:
         """The engine is built; what takes the place of its connections if it is one of a prefill/decode group, else None."""
         if self._config.pd is None:
             return None
-        from sagellm.engines.lmdeploy.pd.attach import PrefillDecode
-
         try:
+            if self._config.pd.role is None:
+                from sagellm.engines.lmdeploy.pd.followed import FollowedEngine
+
+                self.pd = FollowedEngine(engine, self._config, self._host)
+                return None
+            from sagellm.engines.lmdeploy.pd.attach import PrefillDecode
+
             self.pd = PrefillDecode(engine, self._config, self._host)
         except SageError as error:
             self._host.refuse(str(error))
@@ -101,12 +115,14 @@ class SchedulerHooks:
 
     def bind(self, executor: Any) -> None:
         """The engine is built."""
+        self._num_workers = executor.world_size
         if self._config.run_dir is not None:  # the process is a server's, and as `sagellm.serve.server` it ends sooner
             atexit.register(gc.freeze)
         self.kv.cache_engine = engine = cache_engine_of(executor)
+        self.grammars = Grammars(executor)
         self.branches.may_copy = executor.specdecode_config is None  # else a second cache has blocks of the same numbers
-        if self._config.sparsity is not None and engine is not None:
-            self._bind_sparsity(executor.model_agent)
+        if self._config.sparsity is not None:
+            self._bind_sparsity(getattr(executor, "model_agent", None))
         config = self._scheduler.cache_config
         # Only plug-ins move blocks.
         if config.num_cpu_blocks and self._is_told and engine is not None and copies_at_once(engine, config.device_type):
@@ -115,9 +131,11 @@ class SchedulerHooks:
     def _bind_sparsity(self, agent: Any) -> None:
         from sagellm.engines.lmdeploy.sparsity import steps_of
 
-        self._sparse = steps_of(agent.cache_config)
+        config = self._scheduler.cache_config if agent is None else agent.cache_config
+        self._sparse = steps_of(config)
         try:
-            self._sparse.check()
+            if agent is not None:  # that of workers was checked before they loaded the model
+                self._sparse.check()
         except SageError as error:
             self._host.refuse(str(error))
             raise
@@ -145,6 +163,14 @@ class SchedulerHooks:
 
     def checks_drafts(self) -> bool:
         return self.speculation is not None
+
+    def comm_backends(self) -> dict[str, tuple[str, ...]]:
+        """As `EngineHandle.comm_backends`."""
+        if self._comm_backends is None:
+            workers = _worker_reports(self._config)
+            told = workers[0]["comm_backends"] if workers else dict.fromkeys(ARGUMENTS, (GROUP,))
+            self._comm_backends = {name: tuple(each) for name, each in told.items()} if self._num_workers > 1 else {}
+        return self._comm_backends
 
     def _sequence(self, request_id: int) -> Any:
         session = self._scheduler.sessions.get(request_id)
@@ -205,7 +231,9 @@ class SchedulerHooks:
             self.choice.sent(), is_decoding, seq_ids, computed, refused, num_before, num_loops, sent_s,
             number, len(ins), len(outs),
         ))  # fmt: skip
-        return with_copies(ins, self.branches.take_copies()), outs
+        rules = self.choice.rules
+        news, self._rules = None if rules == self._rules else rules, rules
+        return with_copies(ins, self.branches.take_copies(), news), outs
 
     def _free_forsaken(self) -> None:
         """Blocks that a plug-in reserved before it was switched off."""
@@ -293,6 +321,8 @@ class SchedulerHooks:
     def step_end(self, running: list[Any], is_decoding: bool) -> None:
         cut = self.choice.chunks.settle(running)
         ended = self._steps.ended(list(map(_seq_id, running)), is_decoding)
+        if self._sparse is not None:
+            self._sparse.hear(vars(running[0]).pop("sage_sparse", None))
         if self._drops is None:
             self.publish(running)
         else:  # what a prompt gives up is not published
@@ -366,11 +396,17 @@ class SchedulerHooks:
     def command(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Carry out a request that the server sent to the engine process: {"result": ...} or {"error": message}."""
         try:
-            return {"result": {"exchange_policy": self.exchange_policy}[name](**arguments)}
+            commands = {"exchange_policy": self.exchange_policy, "compile_ahead": self.grammars.compile_ahead}
+            return {"result": commands[name](**arguments)}
         except SageError as error:
             return {"error": str(error)}
 
     # ---- report
+
+    @property
+    def step_s(self) -> float:
+        """Wall-clock seconds with a step running, so far."""
+        return self._steps.seconds
 
     def report(self) -> dict[str, Any]:
         """Return the numbers of `/metrics`; picklable."""
@@ -387,7 +423,8 @@ class SchedulerHooks:
             "prefix": asdict(self.prefix.first),
             "prefix_retries": asdict(self.prefix.retries),
             "prefix_index": self.cache.metrics(),
-            "step_s": self._steps.seconds,
+            "step_s": self.step_s,
+            "grammars": self.grammars.num_compiled,
             "speculation": None if self.speculation is None else self.speculation.report(),
             "sparsity": None if self._sparse is None else self._sparse.report() | {
                 "dropped": None if self._drops is None else self._drops.num_dropped
@@ -395,7 +432,7 @@ class SchedulerHooks:
             "pd": None if self.pd is None else self.pd.report(),
             "plugins": self._host.plugin_reports(),
             "comm": [row for worker in workers for row in worker["comm"]],
-            "comm_measured": workers[0]["comm_measured"] if workers else {},
+            "comm_choice": workers[0]["comm_choice"] if workers else None,
             "calls": own["calls"] + [row for worker in workers for row in worker["calls"]],
             "faults": own["faults"] + [row for worker in workers for row in worker["faults"]],
             "enabled": {
@@ -408,6 +445,7 @@ class SchedulerHooks:
         if self.pd is not None:
             self.pd.engine_closes()
         self.choice.note_unsent()
+        self.grammars.close()
         self._host.close()
 
 

@@ -10,7 +10,9 @@ from sagellm.engines.lmdeploy.kv_tiers import check_tier_settings, tier_plugins
 from sagellm.engines.lmdeploy.speculative.methods import check_method
 from sagellm.engines.lmdeploy.speculative.reserve import check_lookahead
 
-__all__ = ["all_plugins", "check_no_window", "check_settings_plugins", "sparsity_spec", "speculative_spec"]
+__all__ = [
+    "all_plugins", "check_no_window", "check_settings_plugins", "check_workers_policy", "sparsity_spec", "speculative_spec",
+]  # fmt: skip
 
 STRATEGY = {
     "pytorch": "sagellm.scheduler_ir.strategy_plugin:StrategyPlugin",
@@ -84,6 +86,29 @@ def check_no_window(config: SageConfig, model: Path) -> None:
         )
 
 
+def check_workers_policy(config: SageConfig, model: Path, device: str, dtype: str, head_size: int) -> None:
+    """Check the sparse policy of several workers; that of one process is checked once it has the model.
+
+    Args:
+        model: its folder.
+        dtype: type of its weights.
+        head_size: numbers of a key of a head.
+
+    Raises:
+        SparsityError: as `check_policy`.
+    """
+    if config.sparsity is None or config.tensor_parallel == 1:
+        return
+    from sagellm.accel.sparsity.registry import make_sparsity
+    from sagellm.engines.lmdeploy.architecture import cpu_support
+    from sagellm.engines.lmdeploy.sparsity import check_policy, native_needs
+
+    policy = make_sparsity(config.sparsity, **config.sparsity_options)
+    if any(native_needs(policy).values()):
+        is_native = device == "cpu" and not cpu_support(model, dtype).eager
+        check_policy(policy, head_size if is_native else None)
+
+
 def _check_sparsity(config: SageConfig) -> None:
     if config.sparsity is None:
         if config.sparsity_options:
@@ -98,11 +123,9 @@ def _check_sparsity(config: SageConfig) -> None:
         "speculative": (guesses, "a guess and its verification could read different blocks"),
         "engine": (config.engine if config.engine != "pytorch" else None, "its steps are not open to a choice of blocks"),
     }
-    several = config.tensor_parallel if config.tensor_parallel > 1 else None
-    if (policy.selects and policy.per != "step") or policy.observed:
-        refused["tensor_parallel"] = several, "each worker would choose by its own heads alone"
-    elif policy.drops:
-        refused["tensor_parallel"] = several, "blocks are given up where the model runs in the engine's process"
+    if config.tensor_parallel > 1 and policy.selects and policy.per == "layer" and policy.summaries:
+        why = "a worker has the summaries of its own key heads, and the choice is for all; use per 'head', or weights"
+        refused["tensor_parallel"] = config.tensor_parallel, why
     role = config.pd and config.pd.role
     if policy.drops:
         refused["role"] = role, "the engine that takes over a prompt has not seen what its queries look at"

@@ -4,11 +4,15 @@ A policy that chooses once a decode step works on every device: the step gets a 
 blocks count as `num_ignored_history`, which LMDeploy subtracts from the keys that attention reads, and not from positions. The
 last block stays the last, so the new token goes where it would go. Choices for each layer, and those of prompts, are made in
 the CPU device's native step. It also adds up what queries look at, for policies that give up blocks (`block_drops.py`).
+
+Each tensor-parallel worker asks a policy of its own. Weights and queries of other workers' heads are gathered before, so all
+workers choose the same. Worker 0 tells the engine's process the results.
 """
 
 import ctypes
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +33,9 @@ from sagellm.accel.sparsity.base import (
 from sagellm.core.config import HookConfig
 from sagellm.core.errors import SparsityError
 
-__all__ = ["Observation", "Reading", "SparseSteps", "reading", "steps_of"]
+__all__ = [
+    "News", "Observation", "Reading", "SparseSteps", "check_policy", "native_needs", "reading", "steps_of", "tell_engine",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +62,15 @@ def reading(cache_config: Any, inputs: Any) -> Any:
     """Return the `ModelInputs` of a step, with the blocks that a policy chose once for all layers."""
     steps = steps_of(cache_config)
     return inputs if steps is None else steps.inputs(inputs)
+
+
+def tell_engine(cache_config: Any, output: Any) -> None:
+    """Let the output of a worker's step carry to the engine's process what its policy did. `output`: `BatchedOutputs`."""
+    steps = steps_of(cache_config)
+    if steps is not None and steps.is_worker:
+        from sagellm.engines.lmdeploy.sparse_workers import carry
+
+        carry(output, steps.take_news())
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +111,55 @@ class Observation:
         return {"queries": self.counted.tolist(), "weights": self.weights.ctypes.data}
 
 
+@dataclass(frozen=True, slots=True)
+class News:
+    """Results of a worker's step.
+
+    Attributes:
+        observations: of its forward passes, oldest first.
+        lines: fields of `read` lines of the record.
+        report: numbers of `/metrics`.
+    """
+
+    observations: list[Observation]
+    lines: list[dict[str, Any]]
+    report: dict[str, Any]
+
+
+def check_policy(policy: SparsePolicy, head_size: int | None) -> None:
+    """Check what a policy needs of a model.
+
+    Args:
+        head_size: numbers of a key of a head; None for a model that does not run in a native step.
+
+    Raises:
+        SparsityError: the policy needs a native step, or whole groups of numbers.
+    """
+    if head_size is not None:
+        if policy.weights == "codes" and head_size % 16:
+            raise SparsityError(
+                f"sparse policy {policy.name} takes keys in groups of 16 numbers, and heads of this model have {head_size}; "
+                "use quest."
+            )
+        return
+    for what, is_needed in native_needs(policy).items():
+        if is_needed:
+            raise SparsityError(
+                f"sparse policy {policy.name} {what}, which only the CPU device's native step can do, and this model "
+                "does not run in it; use a policy that chooses once a step, such as streaming."
+            )
+
+
+def native_needs(policy: SparsePolicy) -> dict[str, bool]:
+    """Return whether a policy does each thing that a native step alone can do."""
+    return {
+        f"chooses for each {policy.per}": policy.selects and policy.per != "step",
+        "looks at summaries of keys": bool(policy.summaries),
+        "chooses blocks of prompts": policy.selects_prompts,
+        "observes queries": policy.observed > 0,
+    }
+
+
 @dataclass(slots=True)
 class Seen:
     """Weights of a sequence that it collected so far. It is known by its last block, which no other sequence has."""
@@ -119,6 +183,11 @@ class SparseSteps:
         self._seen: dict[int, Seen] = {}  # by the block of the last token
         self._summaries: dict[str, np.ndarray] = {}  # fields of a view, [layers, ...] of each
         self.readings: deque[Reading] | None = None  # of forward passes, oldest first, once somebody takes them
+        self._workers, self._replicas = 1, 1  # that split the heads; adjacent ones that have the same key head
+        self._agree: Callable[[str], str] | None = None  # a fault of this worker, or of another one
+        self._unsent: deque[Observation] | None = None  # of a worker
+        self._heard: dict[str, Any] = {}  # latest report of worker 0
+        self._lines: list[dict[str, Any]] = []  # of its record
 
     def bind(self, heads: int, kv_heads: int, head_size: int, prompt_tile: int) -> None:
         """Take the shape of a model whose native step can ask for each layer, and for tiles of so many tokens of prompts."""
@@ -130,6 +199,24 @@ class SparseSteps:
         found = {"bounds": bounds, "key_sums": key_sums}
         self._summaries = {name: each for name, each in found.items() if each is not None}
 
+    def split(self, workers: int, replicas: int, agree: Callable[[str], str]) -> None:
+        """Take how workers split the heads of the model.
+
+        Args:
+            replicas: adjacent workers that have the same key head.
+            agree: returns a worker's fault, or that of another one. All workers call it at the same time.
+        """
+        self._workers, self._replicas, self._agree = workers, replicas, agree
+
+    def serve_engine(self, is_first: bool, is_recorded: bool) -> None:
+        """The engine is in another process. `take_news` is called after each step of worker 0; others keep no news."""
+        self._unsent = deque(maxlen=None if is_first else 0)
+        self.readings = deque() if is_first and is_recorded else None
+
+    @property
+    def is_worker(self) -> bool:
+        return self._unsent is not None
+
     @property
     def is_on(self) -> bool:
         return not self._fault
@@ -140,25 +227,7 @@ class SparseSteps:
 
     def check(self) -> None:
         """Raise SparsityError if the policy needs a native step and the model has none."""
-        if self._shape is not None:
-            if self.policy.weights == "codes" and self._shape[2] % 16:
-                raise SparsityError(
-                    f"sparse policy {self.policy.name} takes keys in groups of 16 numbers, and heads of this model have "
-                    f"{self._shape[2]}; use quest."
-                )
-            return
-        needs = {
-            f"chooses for each {self.policy.per}": self.is_of_layers,
-            "looks at summaries of keys": bool(self.policy.summaries),
-            "chooses blocks of prompts": self.policy.selects_prompts,
-            "observes queries": self.policy.observed > 0,
-        }
-        for what, is_needed in needs.items():
-            if is_needed:
-                raise SparsityError(
-                    f"sparse policy {self.policy.name} {what}, which only the CPU device's native step can do, and this model "
-                    "does not run in it; use a policy that chooses once a step, such as streaming."
-                )
+        check_policy(self.policy, None if self._shape is None else self._shape[2])
 
     def exchange(self, policy: SparsePolicy) -> None:
         """Ask another policy from the next step on. Blocks written before have bounds if the former one asked for them."""
@@ -277,7 +346,10 @@ class SparseSteps:
         return Observation(new, lengths.numpy().astype(np.int64), tables.numpy(), counted, self._shape[1])
 
     def note(self, observation: Observation) -> None:
-        """Keep what a step has observed."""
+        """Keep what a step has observed, or tell the engine's process of it."""
+        if self._unsent is not None:
+            self._unsent.append(observation)
+            return
         size, adds_up = self._block_size, self.policy.drops_after == "step"
         sizes = zip(observation.queries.tolist(), observation.lengths.tolist(), strict=True)
         for (queries, length), table, weights in zip(sizes, observation.tables, observation.weights, strict=True):
@@ -304,7 +376,7 @@ class SparseSteps:
 
     def take_readings(self) -> list[dict[str, Any]]:
         """Return the fields of `read` lines of a record, of forward passes since the last call."""
-        lines = []
+        lines, self._lines = self._lines, []
         while self.readings:
             one = self.readings.popleft()
             more: dict[str, Any] = {}
@@ -318,8 +390,27 @@ class SparseSteps:
             })  # fmt: skip
         return lines
 
+    def take_news(self) -> News:
+        """Return the results of this worker's steps since the last call."""
+        observations = list(self._unsent)
+        self._unsent.clear()
+        return News(observations, self.take_readings(), self.report())
+
+    def hear(self, news: News | None) -> None:
+        """Take the news of worker 0; None where the model is in this process."""
+        if news is None:
+            return
+        for observation in news.observations:
+            self.note(observation)
+        if self.readings is not None:
+            self._lines += news.lines
+        self._heard = news.report
+        self._fault = self._fault or news.report["fault"]
+
     def report(self) -> dict[str, Any]:
         """Return the numbers of `/metrics`."""
+        if self._heard:
+            return self._heard | {"fault": self._fault}
         return {
             "policy": self.policy.name, "steps": self._num_steps, "sequences": self._sequences,
             "read": self._blocks_read, "held": self._blocks_held, "fault": self._fault,
@@ -349,6 +440,8 @@ class SparseSteps:
             fault = wrong_with(chosen)
         except Exception as error:
             fault = f"it raised {type(error).__name__}: {error}"
+        if self._agree is not None and (self.is_of_layers or self.policy.observed):  # workers gather numbers in a step
+            fault = self._agree(fault)
         if fault:
             self.switch_off(fault)
             return None
@@ -360,12 +453,15 @@ class SparseSteps:
         heads, kv_heads, head_size = self._shape
         sequences, choices, most = len(view.lengths), kv_heads if view.by_head else 1, int(view.keep.max())
         table_width, has_weights = view.tables.shape[1], bool(self.policy.weights)
+        parts = self._replicas if view.by_head else self._workers  # workers whose queries a choice depends on
+        seen_heads = kv_heads * parts // self._replicas
+        is_whole = view.by_head or self._workers == 1  # summaries are those of this worker's key heads
 
         def choose(layer: int, queries: int, weights: int, result: int) -> str:
             found = replace(
-                view, layer=layer, queries=_floats(queries, sequences, heads, head_size),
-                weights=_floats(weights, sequences, kv_heads, table_width) if has_weights else view.weights,
-                **{name: each[layer] for name, each in self._summaries.items()},
+                view, layer=layer, queries=_floats(queries, sequences, heads * parts, head_size),
+                weights=_floats(weights, sequences, seen_heads, table_width) if has_weights else view.weights,
+                **{name: each[layer] for name, each in self._summaries.items() if is_whole},
             )  # fmt: skip
             chosen = self._ask(
                 lambda: self.policy.select_blocks(found), lambda positions: wrong_with(positions, found, kv_heads)

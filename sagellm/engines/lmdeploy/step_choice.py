@@ -3,12 +3,13 @@
 import asyncio
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
 from sagellm.core.answers import check_admission, check_schedule
+from sagellm.core.collectives import CommRule, unknown_backend
 from sagellm.core.hooks import (
     COALESCE_S,
     Phase,
@@ -16,7 +17,7 @@ from sagellm.core.hooks import (
     ScheduleDecision,
     StepView,
 )
-from sagellm.core.host import PluginHost
+from sagellm.core.host import Nonsense, PluginHost
 from sagellm.core.schedule_lines import ScheduleLines
 from sagellm.engines.lmdeploy.chunks import Chunks
 from sagellm.engines.lmdeploy.requests import service_of
@@ -33,14 +34,19 @@ class StepChoice:
     """Asks the owners of `admit` and `schedule`, once for each step, about the whole queue.
 
     `chunks`: of prompts that are computed in several steps. `is_decoding`: what the step chosen last does.
+    `comm_backends`: as `EngineHandle.comm_backends`.
     """
 
-    def __init__(self, scheduler: Any, host: PluginHost, num_free_blocks: Any, hold_limit_s: float) -> None:
+    def __init__(
+        self, scheduler: Any, host: PluginHost, num_free_blocks: Any, hold_limit_s: float,
+        comm_backends: Callable[[], Mapping[str, tuple[str, ...]]],
+    ) -> None:  # fmt: skip
         self._scheduler = scheduler
         self._host = host
         self._recorder = host.recorder
         self._num_free_blocks = num_free_blocks
         self._hold_limit_s = hold_limit_s
+        self._comm_backends = comm_backends
         self.chunks = Chunks(scheduler)
         self.is_decoding = False
         self._step = 0  # the last one that was sent
@@ -69,6 +75,11 @@ class StepChoice:
     def draft_tokens(self) -> Mapping[int, int]:
         """Most guesses of the next decode step, by request; of others there is no such limit."""
         return NO_LIMITS if self._decision is None else self._decision.draft_tokens
+
+    @property
+    def rules(self) -> tuple[CommRule, ...]:
+        """How the workers do collectives in the step that comes next."""
+        return () if self._decision is None else tuple(self._decision.collectives)
 
     def sent(self) -> int:
         """A step is about to be sent. Returns its number."""
@@ -222,10 +233,17 @@ class StepChoice:
             max_batch_size=scheduler.scheduler_config.max_batches, num_in_flight=scheduler.num_locked(),
             now_s=time.perf_counter(),
         )  # fmt: skip
-        decided = self._host.decide("schedule", view, lambda answer: check_schedule(answer, view))
+        decided = self._host.decide("schedule", view, lambda answer: self._checked(answer, view))
         if decided is not None and self._recorder.enabled:
             self._asked = decided[0], view, decided[1]
         return decided
+
+    def _checked(self, answer: Any, view: StepView) -> ScheduleDecision | None:
+        decision = check_schedule(answer, view)
+        if decision is not None and decision.collectives:
+            if why := unknown_backend(decision.collectives, self._comm_backends()):
+                raise Nonsense(f"collectives: {why}")
+        return decision
 
     def _take(self, decision: ScheduleDecision, by_request: dict[int, Any], held: dict[int, float]) -> None:
         """Go by this decision, unless it has kept somebody waiting for too long. `held`: since when others were."""
@@ -263,12 +281,7 @@ class StepChoice:
         return [seq for seq in waiting if seq.seq_id in self._admitted]
 
     def _overdue(self, seq: Any, since_s: float, hook: str) -> bool:
-        """True once a request was kept waiting for too long; the plug-in that did it is then off."""
-        waited = time.monotonic() - since_s
-        if waited <= self._hold_limit_s:
-            return False
-        self._host.blame(hook, f"request {seq.session_id} was kept waiting for {waited:.1f} s")
-        return True
+        return self._host.is_overdue(hook, seq.session_id, time.monotonic() - since_s, self._hold_limit_s)
 
     def _write(self, phase: Phase | None) -> None:
         asked, self._asked = self._asked, None

@@ -23,6 +23,7 @@ def check_settings(config: SageConfig) -> None:
             ("compute", config.compute if config.compute != "auto" else None, "that is a setting of the CPU device"),
             ("decode_round", config.decode_round, "TurboMind looks at its queue in every step"),
             ("role", config.pd and config.pd.role, "its blocks cannot be read by others; leave out --engine turbomind"),
+            ("pd_key_file", _feed_key(config), "TurboMind does not tell which prefixes it has cached"),
             ("speculative", config.speculative, "guesses are checked in steps of the PyTorch engine alone"),
             ("block_size", config.block_size, f"TurboMind's blocks have {MIN_SHARED_BLOCK} tokens or more"),
         )
@@ -30,6 +31,10 @@ def check_settings(config: SageConfig) -> None:
     ]
     if wrong:
         raise ConfigError("--engine turbomind cannot have\n" + "\n".join(wrong))
+
+
+def _feed_key(config: SageConfig) -> Any:
+    return config.pd.key_file if config.pd is not None and config.pd.role is None else None
 
 
 def _is_wrong(name: str, value: Any) -> bool:

@@ -3,7 +3,7 @@
 Python cannot reach the engine's block manager, which belongs to the engine's threads. A question carries what could be asked.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -107,6 +107,10 @@ class Handle:
     @property
     def checks_drafts(self) -> bool:
         return False
+
+    @property
+    def comm_backends(self) -> Mapping[str, tuple[str, ...]]:
+        return {}  # its communicators take no rules
 
     def request_blocks(self, request_id: int) -> tuple[int, ...]:
         raise PluginError("TurboMind does not tell which blocks a request has; use the PyTorch engine.")

@@ -182,12 +182,7 @@ class StepDecisions:
         return any(self._overdue("schedule", request, known[request].held_since) for request in hold)
 
     def _overdue(self, hook: str, request: int, since_s: float) -> bool:
-        """True once a request was kept waiting for too long; the plug-in that did it is then off."""
-        waited = time.perf_counter() - since_s
-        if waited <= self._hold_limit_s:
-            return False
-        self._host.blame(hook, f"request {request} was kept waiting for {waited:.1f} s")
-        return True
+        return self._host.is_overdue(hook, request, time.perf_counter() - since_s, self._hold_limit_s)
 
 
 def _first_seen(told: int, context: int, computed: int) -> int:

@@ -17,7 +17,7 @@ from multiprocessing.context import BaseContext, ForkServerContext, ForkServerPr
 from pathlib import Path
 from typing import Any
 
-__all__ = ["context", "end_early", "expecting_workers", "load_early", "load_if_expected"]
+__all__ = ["context", "end_early", "expecting_workers", "follow_parent", "load_early", "load_if_expected"]
 
 LIBRARIES = "sagellm.engines.lmdeploy.worker_libraries"
 EXPECTED = "SAGELLM_WORKERS_EXPECTED"  # in the environment of an engine process that will have workers: a folder
@@ -34,7 +34,7 @@ class _Worker(ForkServerProcess):
     def run(self) -> None:
         os.environ.clear()
         os.environ.update(self._environment)
-        threading.Thread(target=_follow, name="sagellm-follow", daemon=True).start()
+        follow_parent()
         random.seed()  # else that of all forks is the same
         gc.enable()
         super().run()
@@ -112,7 +112,14 @@ def ignore_failures_of_workers() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
+def follow_parent() -> None:
+    """Have this process, a child by `multiprocessing`, ended as soon as its parent has."""
+    threading.Thread(target=_follow, name="sagellm-follow", daemon=True).start()
+
+
 def _follow() -> None:
+    # Not the kernel's signal for this: it comes when the thread ends that started us, and not when that was before us.
+    # Nor the pipe that `multiprocessing` watches: a process that was forked meanwhile may hold its other end.
     with suppress(ProcessLookupError):  # it has ended already
         select.select([os.pidfd_open(parent_process().pid)], [], [])
     os._exit(1)

@@ -7,19 +7,18 @@ from typing import Any
 
 from sagellm.core.errors import PolicyError
 from sagellm.kv_policy.arguments import require_new, require_present
-from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionDecision, EvictionPolicy, PolicyContext
-from sagellm.kv_policy.eviction.queues import Ranking
+from sagellm.kv_policy.base import BlockKey, CachedBlock
+from sagellm.kv_policy.eviction.queues import Ranked
 
 __all__ = ["Belady", "FarthestNextUse"]
 
 
-class FarthestNextUse(EvictionPolicy):
+class FarthestNextUse(Ranked):
     """Belady's choice, wherever the future is known from. `on_insert` ranks a block by minus its next use, then by what breaks
     ties; the lowest goes."""
 
     def __init__(self, capacity: int, **options: Any) -> None:
         super().__init__(capacity, **options)
-        self._ranking = Ranking()
         self._num_inserted = 0
 
     @abstractmethod
@@ -29,14 +28,6 @@ class FarthestNextUse(EvictionPolicy):
     def on_hit(self, key: BlockKey, time_s: float = 0.0) -> None:
         require_present(key, self._ranking)
         self._ranking[key] = (-self._next_use(key), *self._ranking[key][1:])
-
-    def on_remove(self, key: BlockKey, evicted: bool = True) -> None:
-        require_present(key, self._ranking)
-        del self._ranking[key]
-
-    def select_victims(self, context: PolicyContext) -> EvictionDecision:
-        self._ranking.take(context, self._reason)
-        return context.decision()
 
     def _reason(self, key: BlockKey) -> str:
         next_use = -self._ranking[key][0]

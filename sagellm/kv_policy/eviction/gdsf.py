@@ -3,13 +3,13 @@
 from typing import Any
 
 from sagellm.kv_policy.arguments import require_new, require_present
-from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionDecision, EvictionPolicy, PolicyContext
-from sagellm.kv_policy.eviction.queues import Ranking
+from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionDecision, PolicyContext
+from sagellm.kv_policy.eviction.queues import Ranked
 
 __all__ = ["Gdsf"]
 
 
-class Gdsf(EvictionPolicy):
+class Gdsf(Ranked):
     """Evict the block of the lowest priority L + uses * cost / size; of equal ones the one whose priority was computed first.
 
     A priority is computed at the insertion (one use) and at each hit. L is the priority of the last victim, so that blocks
@@ -23,7 +23,7 @@ class Gdsf(EvictionPolicy):
 
     def __init__(self, capacity: int, **options: Any) -> None:
         super().__init__(capacity, **options)
-        self._ranking = Ranking()  # (priority, when computed)
+        # A rank is (priority, when computed).
         self._blocks: dict[BlockKey, tuple[float, int, int]] = {}  # cost, size, uses
         self._inflation = self._latest = 0.0  # L of new priorities, and of the last victim
         self._num_computed = 0
@@ -40,15 +40,17 @@ class Gdsf(EvictionPolicy):
         self._use(key, cost, size, num_uses + 1)
 
     def on_remove(self, key: BlockKey, evicted: bool = True) -> None:
-        require_present(key, self._blocks)
-        del self._blocks[key], self._ranking[key]
+        super().on_remove(key, evicted)
+        del self._blocks[key]
 
     def select_victims(self, context: PolicyContext) -> EvictionDecision:
-        self._ranking.take(context, lambda key: f"priority {self._ranking[key][0]:.6g}")
-        decision = context.decision()
+        decision = super().select_victims(context)
         if decision.victims:
             self._latest = self._ranking[BlockKey(decision.victims[-1])][0]
         return decision
+
+    def _reason(self, key: BlockKey) -> str:
+        return f"priority {self._ranking[key][0]:.6g}"
 
     def _use(self, key: BlockKey, cost: float, size: int, num_uses: int) -> None:
         self._blocks[key] = (cost, size, num_uses)

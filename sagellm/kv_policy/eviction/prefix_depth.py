@@ -3,21 +3,20 @@
 from typing import Any
 
 from sagellm.kv_policy.arguments import require_new, require_present
-from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionDecision, EvictionPolicy, PolicyContext
-from sagellm.kv_policy.eviction.queues import Ranking
+from sagellm.kv_policy.base import BlockKey, CachedBlock
+from sagellm.kv_policy.eviction.queues import Ranked
 
 __all__ = ["PrefixDepth"]
 
 
-class PrefixDepth(EvictionPolicy):
+class PrefixDepth(Ranked):
     """Evicts the block with the greatest depth, of equally deep ones the least recently inserted or hit. No options."""
 
     name = "prefix_depth"
 
     def __init__(self, capacity: int, **options: Any) -> None:
         super().__init__(capacity, **options)
-        self._ranking = Ranking()  # (-depth, tick of the last use)
-        self._tick = 0
+        self._tick = 0  # a rank is (-depth, tick of the last use)
 
     def on_insert(self, block: CachedBlock) -> None:
         require_new(block, self._ranking)
@@ -29,10 +28,5 @@ class PrefixDepth(EvictionPolicy):
         self._tick += 1
         self._ranking[key] = (self._ranking[key][0], self._tick)
 
-    def on_remove(self, key: BlockKey, evicted: bool = True) -> None:
-        require_present(key, self._ranking)
-        del self._ranking[key]
-
-    def select_victims(self, context: PolicyContext) -> EvictionDecision:
-        self._ranking.take(context, lambda key: f"depth {-int(self._ranking[key][0])}")
-        return context.decision()
+    def _reason(self, key: BlockKey) -> str:
+        return f"depth {-int(self._ranking[key][0])}"

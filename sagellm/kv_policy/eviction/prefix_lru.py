@@ -3,13 +3,13 @@
 from typing import Any
 
 from sagellm.kv_policy.arguments import require_new, require_present
-from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionDecision, EvictionPolicy, PolicyContext
-from sagellm.kv_policy.eviction.queues import Ranking
+from sagellm.kv_policy.base import BlockKey, CachedBlock
+from sagellm.kv_policy.eviction.queues import Ranked
 
 __all__ = ["PrefixLru"]
 
 
-class PrefixLru(EvictionPolicy):
+class PrefixLru(Ranked):
     """Each insertion and hit stamps its block with the next tick; an insertion also stamps the blocks above it, up to the first
     that is not on the tier. The lowest stamp goes, of equal ones the deepest, then the one inserted first. No options.
 
@@ -20,7 +20,7 @@ class PrefixLru(EvictionPolicy):
 
     def __init__(self, capacity: int, **options: Any) -> None:
         super().__init__(capacity, **options)
-        self._ranking = Ranking()  # (stamp, -depth, number of the insertion)
+        # A rank is (stamp, -depth, number of the insertion).
         self._parents: dict[BlockKey, BlockKey | None] = {}
         self._tick = 0
         self._num_inserted = 0
@@ -43,12 +43,11 @@ class PrefixLru(EvictionPolicy):
         self._stamp(key)
 
     def on_remove(self, key: BlockKey, evicted: bool = True) -> None:
-        require_present(key, self._parents)
-        del self._parents[key], self._ranking[key]
+        super().on_remove(key, evicted)
+        del self._parents[key]
 
-    def select_victims(self, context: PolicyContext) -> EvictionDecision:
-        self._ranking.take(context, lambda key: "oldest leaf")
-        return context.decision()
+    def _reason(self, key: BlockKey) -> str:
+        return "oldest leaf"
 
     def _stamp(self, key: BlockKey) -> None:
         self._ranking[key] = (self._tick, *self._ranking[key][1:])

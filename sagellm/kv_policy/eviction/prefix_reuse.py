@@ -4,13 +4,13 @@ import math
 from typing import Any
 
 from sagellm.kv_policy.arguments import check_option, require_new, require_present
-from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionDecision, EvictionPolicy, PolicyContext
-from sagellm.kv_policy.eviction.queues import Ranking
+from sagellm.kv_policy.base import BlockKey, CachedBlock
+from sagellm.kv_policy.eviction.queues import Ranked
 
 __all__ = ["PrefixReuse"]
 
 
-class PrefixReuse(EvictionPolicy):
+class PrefixReuse(Ranked):
     """Evict the block with the lowest faded sum of uses; deeper blocks count less, since fewer requests share them.
 
     A use counts 1 and fades by half every `half_life` ticks; a tick is an insertion or hit of any block. Scores are
@@ -30,7 +30,7 @@ class PrefixReuse(EvictionPolicy):
         super().__init__(capacity, **options)
         self._half_life = 4.0 * capacity if half_life is None else check_option(self.name, "half_life", half_life)
         self._depth_weight = check_option(self.name, "depth_weight", depth_weight)
-        self._ranking = Ranking()  # (score, tick of the last use)
+        # A rank is (score, tick of the last use).
         self._uses: dict[BlockKey, tuple[float, int]] = {}  # faded sum at the last use, depth
         self._tick = 0
 
@@ -47,12 +47,11 @@ class PrefixReuse(EvictionPolicy):
         self._use(key, 1.0 + faded * math.pow(2.0, -(self._tick - last_use) / self._half_life), depth)
 
     def on_remove(self, key: BlockKey, evicted: bool = True) -> None:
-        require_present(key, self._uses)
-        del self._uses[key], self._ranking[key]
+        super().on_remove(key, evicted)
+        del self._uses[key]
 
-    def select_victims(self, context: PolicyContext) -> EvictionDecision:
-        self._ranking.take(context, lambda key: f"score {self._ranking[key][0]:.6g}")
-        return context.decision()
+    def _reason(self, key: BlockKey) -> str:
+        return f"score {self._ranking[key][0]:.6g}"
 
     def _use(self, key: BlockKey, faded: float, depth: int) -> None:
         self._uses[key] = (faded, depth)

@@ -1,13 +1,15 @@
-"""Containers of the reference policies: queues with the oldest block first, and a ranking by a number."""
+"""Containers of the reference policies: queues with the oldest block first, a ranking, and a policy that goes by one."""
 
 import heapq
+from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from sagellm.kv_policy.base import BlockKey, PolicyContext
+from sagellm.kv_policy.arguments import require_present
+from sagellm.kv_policy.base import BlockKey, EvictionDecision, EvictionPolicy, PolicyContext
 
-__all__ = ["Queue", "Ranking", "append_bounded", "first_evictable", "move_first"]
+__all__ = ["Queue", "Ranked", "Ranking", "append_bounded", "first_evictable", "move_first"]
 
 # Keys in order, the oldest (least recently used) first. The value is the policy's own, often nothing.
 Queue = OrderedDict[BlockKey, Any]
@@ -69,3 +71,23 @@ class Ranking:
                 heapq.heappush(self._heap, (self._ranks[parent], parent))
         for entry in passed:
             heapq.heappush(self._heap, entry)
+
+
+class Ranked(EvictionPolicy):
+    """Evicts the block of the lowest rank. A subclass ranks blocks in `on_insert` and `on_hit`."""
+
+    def __init__(self, capacity: int, **options: Any) -> None:
+        super().__init__(capacity, **options)
+        self._ranking = Ranking()
+
+    @abstractmethod
+    def _reason(self, key: BlockKey) -> str:
+        """Return the reason for which this block goes."""
+
+    def on_remove(self, key: BlockKey, evicted: bool = True) -> None:
+        require_present(key, self._ranking)
+        del self._ranking[key]
+
+    def select_victims(self, context: PolicyContext) -> EvictionDecision:
+        self._ranking.take(context, self._reason)
+        return context.decision()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sagellm.core.collectives import CommRule, read_rules
 from sagellm.core.errors import ConfigError, TraceError
 from sagellm.core.hooks import Phase, RequestId, RequestView, ScheduleDecision, ServiceLevel, StepView
 from sagellm.core.schedule_lines import (
@@ -100,7 +101,7 @@ def _chosen(line: DecisionLine) -> dict[str, Any]:
     return {
         "queue": line.queue, "phase": line.phase, "order": list(order), "hold": decision.hold,
         "token_budget": decision.token_budget, "chunk_tokens": decision.chunk_tokens,
-        "draft_tokens": decision.draft_tokens,
+        "draft_tokens": decision.draft_tokens, "collectives": tuple(decision.collectives),
     }  # fmt: skip
 
 
@@ -183,8 +184,15 @@ def _decision(row: dict[str, Any]) -> ScheduleDecision | None:
         {key: whole(tokens, "chunk_tokens") for key, tokens in _by_request(row, "chunk_tokens").items()},
         {key: str(why) for key, why in _by_request(row, "reasons").items()},
         {key: whole(tokens, "draft_tokens") for key, tokens in _by_request(row, "draft_tokens").items()}
-        if "draft_tokens" in row else {},
+        if "draft_tokens" in row else {}, _rules(row.get("collectives", ())),
     )  # fmt: skip
+
+
+def _rules(rows: Any) -> tuple[CommRule, ...]:
+    try:
+        return read_rules(rows)
+    except (TypeError, ValueError) as error:
+        raise Broken(f"collectives: {error}.") from None
 
 
 def _phase(value: Any, name: str) -> Phase:

@@ -16,7 +16,7 @@ from sagellm.replay.traces.lines import BadLines, Broken, TextFile, open_text
 from sagellm.replay.traces.rows import seconds, whole
 from sagellm.scheduler_ir.simulation.base import EngineShape, StepRun
 
-__all__ = ["computed_rows", "read_log"]
+__all__ = ["computed_rows", "plugins_of", "read_log"]
 
 NS = 1e-9
 WANTED = ("open", "arrive", "lookup", "schedule", "step", "preempt", "evict", "end")
@@ -85,8 +85,7 @@ class _Reader:
     def _open(self, line: dict[str, Any]) -> None:
         if self._shape is not None:
             raise Broken("a second engine opens; give the log of one engine, recorded to a file of its own.")
-        if line.get("format") != FORMAT:
-            raise Broken(f"the log has format {shortened(line.get('format'))}; this version reads {FORMAT}.")
+        plugins = plugins_of(line)
         sizes = {
             name: whole(member(line, key), key)
             for name, key in (
@@ -97,9 +96,6 @@ class _Reader:
         sizes["decode_round"] = whole(line.get("decode_round", 1), "decode_round")
         if zeros := [name for name, value in sizes.items() if value == 0]:
             raise Broken(f"{zeros[0]} is 0; it must be 1 or more.")
-        plugins = line.get("plugins", [])
-        if type(plugins) is not list or not all(type(spec) is dict for spec in plugins):
-            raise Broken(f"plugins is {shortened(plugins)}; a list of objects was expected.")
         self._shape = EngineShape(**sizes, prefix_caching=line.get("prefix_caching") is True)
         self._plugins, self._pid = tuple(plugins), line.get("pid")
 
@@ -205,6 +201,16 @@ def _gap_s(steps: tuple[StepRun, ...], times: tuple[RequestTimes, ...]) -> float
                 gaps.append(start_s - last_s)
         last_s = step.end_s
     return median(gaps) if gaps else 0.0
+
+
+def plugins_of(line: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the plug-ins that an `open` line names. Raises Broken: another format, or no list of objects."""
+    if line.get("format") != FORMAT:
+        raise Broken(f"the log has format {shortened(line.get('format'))}; this version reads {FORMAT}.")
+    plugins = line.get("plugins", [])
+    if type(plugins) is not list or not all(type(spec) is dict for spec in plugins):
+        raise Broken(f"plugins is {shortened(plugins)}; a list of objects was expected.")
+    return plugins
 
 
 def computed_rows(value: Any) -> tuple[tuple[int, int], ...]:

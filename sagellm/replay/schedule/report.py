@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sagellm.core.errors import ConfigError
-from sagellm.replay.plots import COLOURS
+from sagellm.core.figure import COLOURS, new_figure, save_figure
 from sagellm.replay.schedule.metrics import groups
 from sagellm.replay.schedule.session import Replayed
 
@@ -97,12 +96,7 @@ def write_plot(found: Replayed, folder: Path) -> list[Path]:
     Raises:
         ConfigError: matplotlib is not installed, or the folder cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure  # not pyplot: no global state, and PNG needs no display
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib, which is not installed: pip install matplotlib") from None
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = new_figure(8, 5)
     axes = figure.subplots()
     for number, (name, run, _) in enumerate(found.rows()):
         times = np.sort([each.ttft_s for each in run.requests])
@@ -111,10 +105,4 @@ def write_plot(found: Replayed, folder: Path) -> list[Path]:
     axes.set(title=found.log.path, xlabel="TTFT, s", ylabel="share of requests", ylim=(0, 1))
     axes.grid(alpha=0.25)
     axes.legend(fontsize=9)
-    file = folder / "ttft.png"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        figure.savefig(file, dpi=120)
-    except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error.strerror}; name another folder with --plot.") from None
-    return [file]
+    return [save_figure(figure, folder / "ttft.png", make_folder=True)]

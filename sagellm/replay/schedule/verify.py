@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 
 from sagellm.core.answers import check_schedule
 from sagellm.core.errors import PlanError, TraceError
-from sagellm.core.events import FORMAT
 from sagellm.core.hooks import BlockCounts, Phase, RequestId, ScheduleDecision, StepResult
 from sagellm.core.schedule_lines import LEFT
 from sagellm.replay.base import MAX_KEY, shortened
 from sagellm.replay.record_lines import Checked, Difference, check_number, record_lines
 from sagellm.replay.schedule.decisions import DecisionReader
-from sagellm.replay.schedule.log import computed_rows
+from sagellm.replay.schedule.log import computed_rows, plugins_of
 from sagellm.replay.traces.json_lines import member
 from sagellm.replay.traces.lines import Broken
 from sagellm.replay.traces.rows import seconds, whole
@@ -38,12 +37,14 @@ class Submitted(NamedTuple):
 
     plan: ExecutionPlan
     checks_drafts: bool
+    comm_backends: dict[str, tuple[str, ...]]
 
 
 class _Handle(NamedTuple):
     """Answers of an engine to its executor. No decision depends on those that a log does not have."""
 
     checks_drafts: bool
+    comm_backends: dict[str, tuple[str, ...]]
     is_recording: bool = False
 
     def transfer_state(self, request_id: RequestId) -> str:
@@ -119,7 +120,7 @@ def verify_schedule(
             process.next_number = check_number(process.next_number, number, line, report)
             process.is_closed = event == "close"
             if event == "open":
-                process.plugins, process.asked, early[pid] = _plugins(line), None, []
+                process.plugins, process.asked, early[pid] = plugins_of(line), None, []
             elif event == "schedule":
                 if process.plugins is None:
                     raise Broken("it comes before any open line, which says who decides; give a log from its beginning.")
@@ -143,15 +144,6 @@ def verify_schedule(
     if not report.num_decisions:
         raise TraceError(f"{path} holds no schedule line; record an engine that runs with a strategy (--strategy).")
     return report
-
-
-def _plugins(line: dict[str, Any]) -> list[Any]:
-    if line.get("format") != FORMAT:
-        raise Broken(f"the log has format {shortened(line.get('format'))}; this version reads {FORMAT}.")
-    plugins = line.get("plugins", [])
-    if type(plugins) is not list or not all(type(spec) is dict for spec in plugins):
-        raise Broken(f"plugins is {shortened(plugins)}; a list of objects was expected.")
-    return plugins
 
 
 def _same_policy(process: _Process, line: dict[str, Any]) -> None:
@@ -203,7 +195,7 @@ def _tell(process: _Process, number: int, told: Told, report: ScheduleReport) ->
             asked.on_step_end(told)
         elif isinstance(told, Submitted):
             report.num_plans += 1
-            asked.attach(_Handle(told.checks_drafts))
+            asked.attach(_Handle(told.checks_drafts, told.comm_backends))
             asked.take_plan(told.plan)
         elif isinstance(told, str):
             asked.cancel(told)
@@ -230,13 +222,18 @@ def _choice(decision: ScheduleDecision | None) -> dict[str, Any]:
     return json.loads(json.dumps({
         "order": None if decision.order is None else list(decision.order), "hold": sorted(decision.hold),
         "token_budget": decision.token_budget, "wanted": decision.phase, "chunk_tokens": dict(decision.chunk_tokens),
-        "reason": decision.reason, "reasons": dict(decision.reasons),
+        "reason": decision.reason, "reasons": dict(decision.reasons), "collectives": list(map(list, decision.collectives)),
     }))  # fmt: skip
 
 
 def _submitted(line: dict[str, Any]) -> Submitted:
+    backends = line.get("comm_backends", {})  # records of versions before 0.2 have none
+    if type(backends) is not dict or not all(type(each) is list for each in backends.values()):
+        raise Broken(f"comm_backends is {shortened(backends)}; an object of lists was expected.")
+    known = {name: tuple(map(str, each)) for name, each in backends.items()}
     try:
-        return Submitted(ExecutionPlan.from_json(json.dumps(member(line, "plan"))), member(line, "checks_drafts") is True)
+        plan = ExecutionPlan.from_json(json.dumps(member(line, "plan")))
+        return Submitted(plan, member(line, "checks_drafts") is True, known)
     except PlanError as error:
         raise Broken(str(error)) from None
 

@@ -2,19 +2,17 @@
 
 from dataclasses import replace
 
-from sagellm.core.hooks import Phase, RequestId, ScheduleDecision, StepResult, StepView
-from sagellm.core.step_times import StepTimes
-from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
+from sagellm.core.hooks import Phase, ScheduleDecision, StepResult, StepView
 from sagellm.scheduler_ir.strategies.chunking import ChunkSizer
-from sagellm.scheduler_ir.strategies.options import check_count, check_number
+from sagellm.scheduler_ir.strategies.options import check_number
 from sagellm.scheduler_ir.strategies.ordering import unfinished_tokens
-from sagellm.scheduler_ir.strategies.phase_choice import PhaseChoice
-from sagellm.scheduler_ir.strategies.slack import SlackOrder, optional_seconds
+from sagellm.scheduler_ir.strategies.slack import optional_seconds
+from sagellm.scheduler_ir.strategies.slo_aware import SloAware
 
 __all__ = ["Hybrid"]
 
 
-class Hybrid(SchedulingStrategy):
+class Hybrid(SloAware):
     """Which prompt: as `slo_aware` (least slack; late ones behind; each `rescue_every`-th step the oldest). How much of it: as
     `adaptive` (chunks between decode steps), and none where a stream with a target would be late for it. One estimate of step
     times serves both.
@@ -39,13 +37,11 @@ class Hybrid(SchedulingStrategy):
         max_overhead: float = 0.03,
         max_decodes: int = 32,
     ) -> None:
-        self.times = StepTimes()
-        ttft_s = optional_seconds(self.name, "default_ttft_s", default_ttft_s)
-        tpot_s = optional_seconds(self.name, "default_tpot_s", default_tpot_s)
+        super().__init__(
+            default_ttft_s=default_ttft_s, default_tpot_s=default_tpot_s, rescue_every=rescue_every, max_decodes=max_decodes
+        )
         target_s = optional_seconds(self.name, "target_itl_s", target_itl_s)
-        self._slack = SlackOrder(self.name, self.times, ttft_s, tpot_s, rescue_every)
         self._chunks = ChunkSizer(self.times, target_s, check_number(self.name, "max_overhead", max_overhead, 1e-3, 0.9))
-        self._phases = PhaseChoice(self.times, check_count(self.name, "max_decodes", max_decodes, 1))
 
     def decide(self, view: StepView) -> ScheduleDecision:
         ranked = self._slack.rank(view)
@@ -68,12 +64,8 @@ class Hybrid(SchedulingStrategy):
         )  # fmt: skip
 
     def on_step_end(self, result: StepResult) -> None:
-        self.times.observe(result)
+        super().on_step_end(result)
         self._chunks.on_step_end(result)
-        self._slack.on_step_end(result)
-
-    def on_request_end(self, request_id: RequestId) -> None:
-        self._slack.on_request_end(request_id)
 
     def report(self) -> dict[str, float]:
         return {"chunk_tokens": self._chunks.chunk, **self.times.report()}

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from sagellm.accel.quantization import Calibration, QuantizationProfile, Quantized, make_quantizer
+from sagellm.accel.quantization.cache import cached_copy
 from sagellm.accel.quantization.contract import SHAPE, SUITE
 from sagellm.accel.quantization.groups import choose_grid
 from sagellm.accel.quantization.input_order import InputOrder
@@ -28,9 +29,12 @@ from sagellm.models.quantized import (
     unpack_awq,
     unpack_gptq,
 )
+from tests.sweeps import slow_but
 
 FEW = Calibration(("a text of few words, again and again. " * 200,), "a test", pieces=4, length=32)
-VARIANTS = [(name, {}) for name in QUANTIZERS.names()] + [("fp8", {"per_channel": True}), ("gptq", {"bits": 8})]
+VARIANTS = [(name, {}) for name in QUANTIZERS.names()] + [
+    ("fp8", {"per_channel": True}), ("gptq", {"bits": 8}), ("awq", {"rounding": "nearest"}),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +42,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random_model(tmp_path_factory.mktemp("tiny") / "model", architecture="llama", **SHAPE)
 
 
-@pytest.mark.parametrize(("name", "options"), VARIANTS, ids=lambda value: str(value))
+@pytest.mark.parametrize(("name", "options"), slow_but(VARIANTS, ("awq", {}), ("gptq", {"bits": 8}), ("fp8", {})), ids=str)
 def test_contract(name, options):
     report = SUITE.prepare(QUANTIZERS, name, options)(rounds=1)
     assert report.passed, [result for result in report.results if not result.passed]
@@ -175,10 +179,22 @@ def test_clipping_and_gptq_lose_less_than_rounding():
     assert torch.equal(grid.rounded(made_up), made_up), "values that the grid does not have"
 
 
+def test_awq_with_the_rounding_of_gptq_is_off_less(tiny, tmp_path):
+    """Each layer's outputs are off less, and the two ways are kept apart in the cache."""
+    errors = {}
+    for rounding in ("nearest", "gptq"):
+        profile = Awq(rounding=rounding).quantize(tiny, FEW, tmp_path / rounding)
+        assert profile.rounding == rounding
+        errors[rounding] = [error.relative for error in profile.report.values()]
+    assert all(gptq < nearest for gptq, nearest in zip(errors["gptq"], errors["nearest"], strict=True))
+    assert cached_copy(tiny, Awq(), FEW) != cached_copy(tiny, Awq(rounding="nearest"), FEW)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [("awq", {"group_size": 128}, "group size 128 does not divide the 192 inputs of mlp.gate_proj; use 32 or 64"),
      ("awq", {"group_size": 48}, "AWQ takes 32, 64, 128"), ("gptq", {"bits": 3}, "takes 4 or 8"),
+     ("awq", {"rounding": "up"}, "rounding is 'up'; AWQ takes gptq or nearest"),
      ("int8", {"head_bits": 4}, "allowed are 8 and 16"), ("smoothquant", {"strength": 2}, "allowed is 0 to 1"),
      ("nf4", {}, "unknown quantization method"), ("int8", {"group": 3}, "group")],
 )  # fmt: skip

@@ -25,6 +25,7 @@ from sagellm.demo_model import ensure_demo_model
 from tests.accel.sot.test_pipeline import QUESTION, SIZES, Telling
 from tests.engines.lmdeploy.pd.pair import wait_until
 from tests.pool import settle
+from tests.sweeps import slow_but
 
 TITLES = ("Open it", "Read a line", "Close it", "Handle errors", "Name it", "Print it")
 
@@ -99,7 +100,9 @@ def alone(start_engine, tokenizer):
     return Six(start_engine(model=ensure_demo_model(), **SIZES), tokenizer).generate(QUESTION, max_new_tokens=24)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"speculative": "suffix"}, {"prefix_caching": False}])
+@pytest.mark.parametrize(
+    "options", slow_but([{}, {"num_workers": 2}, {"speculative": "suffix"}, {"prefix_caching": False}], {})
+)
 def test_points_of_workers_are_those_of_one_engine(group, tokenizer, alone, options):
     group, told = group(**options), Telling()
     answer = Six(group.engines[0], tokenizer, group=group.master).generate(QUESTION, max_new_tokens=24, listener=told)
@@ -133,6 +136,7 @@ def ask_at_once(group, tokenizer, count, listens=False):
     return found
 
 
+@pytest.mark.slow
 def test_several_answers_at_once_are_shared_out(group, tokenizer, alone):
     found = ask_at_once(group(), tokenizer, 4)
     assert len(found) == 4
@@ -143,6 +147,7 @@ def test_several_answers_at_once_are_shared_out(group, tokenizer, alone):
     assert sum(answer.stats["by_workers"] == 6 for answer, _ in found) == 2
 
 
+@pytest.mark.slow
 def test_answers_that_are_listened_to_are_planned_here(group, tokenizer, alone):
     """So their tokens are heard as they come, and workers write points alone."""
     for answer, told in ask_at_once(group(), tokenizer, 2, listens=True):
@@ -150,6 +155,7 @@ def test_answers_that_are_listened_to_are_planned_here(group, tokenizer, alone):
         assert told.plans == [answer.tasks] and dict(told.ends) == answer.finish_reasons
 
 
+@pytest.mark.slow
 def test_whole_answers_of_a_worker_that_leaves_or_fails_are_written_by_the_master(group, tokenizer, alone):
     group = group()
     start = group.engines[1].start
@@ -278,6 +284,7 @@ def test_bad_groups(start_engine, tmp_path, group):
     group.workers[0].send_results_to_master(late)  # of an answer that is over: taken, and dropped
 
 
+@pytest.mark.slow
 def test_worker_processes(tokenizer, alone):
     """A worker is killed between two answers and one in the middle of an answer; nothing stays behind."""
     config = SageConfig(device="cpu", model=str(ensure_demo_model()), **SIZES | {"kv_blocks": 100})
@@ -297,6 +304,7 @@ def test_worker_processes(tokenizer, alone):
     assert not any(psutil.pid_exists(pid) for pid in family)
 
 
+@pytest.mark.slow
 def test_a_worker_process_that_hangs_is_given_up(tokenizer, alone, monkeypatch):
     """While it writes points; it does not keep the master from its end."""
     monkeypatch.setattr(groups, "SILENCE_S", 2.0)
@@ -311,6 +319,47 @@ def test_a_worker_process_that_hangs_is_given_up(tokenizer, alone, monkeypatch):
     assert not psutil.pid_exists(process.pid)
 
 
+def test_a_worker_whose_engine_hangs_leaves(group, tokenizer, alone, monkeypatch):
+    """Its control connection still answers; the master writes its points."""
+    for name, seconds in (("BEAT_S", 0.1), ("STALL_S", 0.5), ("LOST_S", 1.0)):
+        monkeypatch.setattr(groups, name, seconds)
+    group, release = group(), threading.Event()
+    group.engines[1]._loop.call_soon_threadsafe(release.wait)
+    sot = Six(group.engines[0], tokenizer, group=group.master)
+    limit = threading.Timer(60, sot.cancel)
+    limit.start()
+    try:
+        answer = sot.generate(QUESTION, max_new_tokens=24)
+    finally:
+        limit.cancel()
+        release.set()
+    assert answer.branches == alone.branches and answer.stats["by_workers"] == 0
+    wait_until(lambda: group.master.num_workers == 0)
+
+
+def test_an_engine_stalls_if_it_has_work_and_ends_no_step():
+    spent = [0.0]
+
+    def turns(stalls, count, progress, has_work=True, is_busy=False):
+        """Turns until it is given up; None if it is not."""
+        for turn in range(1, count + 1):
+            spent[0] += is_busy
+            if stalls.look(has_work, progress, lambda: spent[0]):
+                return turn
+        return None
+
+    rests, lost = int(groups.STALL_S), int(groups.LOST_S)
+    assert turns(groups.Stalls(), 500, 0.0, has_work=False) is None
+    assert turns(groups.Stalls(), rests, 0.0) is None and turns(groups.Stalls(), rests + 1, 0.0) == rests + 1
+    busy = groups.Stalls()
+    assert turns(busy, lost, 0.0, is_busy=True) is None and turns(busy, 1, 0.0, is_busy=True) == 1
+    slow = groups.Stalls()
+    for step in range(1, 10):  # of 50 turns each
+        assert turns(slow, 50, float(step), is_busy=True) is None
+    assert turns(slow, lost + 4 * 49 - 49, 9.0, is_busy=True) is None and turns(slow, 1, 9.0, is_busy=True) == 1
+
+
+@pytest.mark.slow
 def test_the_command_with_workers():
     arguments = ["--model", "demo", "--device", "cpu", "--workers", "1", "--always-plan", "--max-tokens", "8", "--json"]
     done = CliRunner().invoke(command(), [QUESTION, *arguments], catch_exceptions=False)

@@ -1,5 +1,6 @@
 """Skeleton-of-thought on a running engine."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -7,14 +8,17 @@ import pytest
 from click.testing import CliRunner
 from transformers import AutoTokenizer
 
+from benchmarks.processes import wait_until
 from sagellm.accel.sot import schedules
 from sagellm.accel.sot.pipeline import Listener, SpecSoT
 from sagellm.accel.sot.results import ScheduleResult, SkeletonParseResult
-from sagellm.accel.sot.skeleton import ask_for_plan
+from sagellm.accel.sot.skeleton import ask_for_plan, plan_patterns
 from sagellm.core.errors import ConfigError, EngineError
 from sagellm.core.running import SamplingParams
 from sagellm.demo_model import ensure_demo_model
+from sagellm.engines.lmdeploy.grammars import Grammars
 from tests.pool import settle
+from tests.sweeps import slow_but
 
 QUESTION = "How do I read a file?"
 SIZES = dict(kv_blocks=160, context_length=2048, dtype="float32")
@@ -63,8 +67,10 @@ def start(start_engine, **config):
     return start_engine(model=ensure_demo_model(), **SIZES | config)
 
 
-@pytest.mark.parametrize("speculative", [None, "suffix"])
-@pytest.mark.parametrize("max_parallel", [2, 16])
+@pytest.mark.parametrize(
+    ("max_parallel", "speculative"),
+    slow_but(itertools.product([2, 16], [None, "suffix"]), (2, "suffix"), (16, None)),
+)
 def test_points_are_those_of_the_same_prompts_alone(start_engine, tokenizer, speculative, max_parallel):
     engine = start(start_engine, speculative=speculative)
     sot, told = Shown(engine, tokenizer), Telling()
@@ -156,6 +162,21 @@ def test_a_failure_in_the_middle_ends_all_branches(start_engine, tokenizer):
     with pytest.raises(KeyboardInterrupt):
         Shown(engine, tokenizer).generate(QUESTION, max_new_tokens=200, listener=Telling(leave))
     settle(engine)  # and the fixture counts the blocks
+
+
+def test_grammars_of_plans_are_compiled_ahead(start_engine, tokenizer):
+    """A plan then finds what it needs in the compiler's memory."""
+    engine = start_engine(model=ensure_demo_model(), **SIZES)
+    compiler = engine.engine.executor.model_agent.guided_decoding_manager.compiler
+    engine.hooks.grammars.compile_ahead(plan_patterns())
+    wait_until("both are compiled", lambda: engine.hooks.grammars.num_compiled == 2)
+    before = compiler.get_cache_size_bytes()
+    assert before > 0
+    for may_be_direct in (True, False):
+        SpecSoT(engine, tokenizer, may_be_direct).generate(QUESTION, max_new_tokens=2)
+    assert compiler.get_cache_size_bytes() == before
+    with pytest.raises(EngineError, match="where the engine computes in one process"):
+        Grammars(executor=None).compile_ahead(plan_patterns())
 
 
 def test_bad_input(start_engine, tokenizer):

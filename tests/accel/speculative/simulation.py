@@ -1,10 +1,12 @@
 """A machine and a text that are laws: how long a step takes, and how likely a guess is right."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from sagellm.accel.speculative.base import Ask, SpeculativeStrategy, StepOutcome, Verdict
+from sagellm.accel.speculative.tree import DraftTree
 
 TEXT = np.zeros(1, np.int64)
 PROPOSE_S = 2e-5  # for a sequence
@@ -47,18 +49,51 @@ class Guesser(SpeculativeStrategy):
         self.told.append(("end", request_id))
 
 
+class Shaped(Guesser):
+    """Guesses lists, or trees with two tokens at each place, of which the first one is followed further."""
+
+    takes_shape = True
+
+    def propose(self, asks):
+        drafts = super().propose(asks)
+        return [self._tree(ask.limit) if ask.tree else draft for ask, draft in zip(asks, drafts, strict=True)]
+
+    def _tree(self, size):
+        return DraftTree([node % 2 for node in range(size)], [2 * (node // 2) - 2 if node > 1 else -1 for node in range(size)])
+
+
+def expected_right(draft, chance: float | tuple[float, float]) -> float:
+    """Right guesses in the mean. `chance`: of the first token of a place, or of the first and the second one."""
+    first, second = chance if isinstance(chance, tuple) else (chance, 0.0)
+    if isinstance(draft, DraftTree):
+        return sum(first ** (node // 2) * (second if node % 2 else first) for node in range(len(draft)))
+    return sum(first**place for place in range(1, len(draft) + 1))
+
+
+def right_path(draft, chance: float | tuple[float, float], draw: Callable[[], float]) -> list[int]:
+    """Numbers of the guesses that are right this time."""
+    first, second = chance if isinstance(chance, tuple) else (chance, 0.0)
+    width, path = 1 + isinstance(draft, DraftTree), []
+    while len(path) * width < len(draft):
+        node, luck = len(path) * width, draw()
+        if luck >= first:
+            return path + [node + 1] * (width == 2 and luck < first + second and node + 1 < len(draft))
+        path.append(node)
+    return path
+
+
 class Simulation:
     """Steps of `batch` requests that are replaced when they end.
 
     Args:
-        chance: (step, request) -> that a guess is right when those before it were.
+        chance: (step, request) -> that a guess is right when those before it were; of trees, that of each of two tokens.
         noise: spread of the times that the strategy sees, in logarithms; one step in fifty is also held up.
         slower: each step takes so much longer than the one before, for what slows all steps alike.
         is_late: while the strategy is quiet it is told of steps as late as may be, as an engine does.
     """
 
     def __init__(
-        self, strategy: SpeculativeStrategy, law: Callable[[float], float], chance: Callable[[int, int], float], *, batch: int,
+        self, strategy: SpeculativeStrategy, law: Callable[[float], float], chance: Callable[[int, int], Any], *, batch: int,
         noise: float = 0.0, slower: float = 0.0, seed: int = 0, answer: int = 200, is_late: bool = False,
     ) -> None:  # fmt: skip
         self.strategy, self._law, self._chance, self._noise, self._slower = strategy, law, chance, noise, slower
@@ -85,16 +120,17 @@ class Simulation:
         limit = 0 if self._quiet else strategy.lookahead
         asks = [Ask(request, TEXT, limit, TEXT) for request in left] if limit else []
         drafts = strategy.propose(asks) if asks else []
-        counts = {ask.request_id: len(guesses) for ask, guesses in zip(asks, drafts, strict=True)}
-        verdicts, expected = [], 0.0
+        by_request = {ask.request_id: draft for ask, draft in zip(asks, drafts, strict=True)}
+        counts = {request: len(draft) for request, draft in by_request.items()}
+        verdicts, paths, expected = [], {}, 0.0
         for request in left:
-            drafted, right = counts.get(request, 0), 0
-            chance = self._chance(self.step, request)
-            while right < drafted and random.random() < chance:
-                right += 1
-            verdicts.append(Verdict(request, drafted, right))
-            expected += sum(chance**place for place in range(drafted + 1))
-            self.drafted[request] = self.drafted.get(request, 0) + drafted
+            draft, chance = by_request.get(request, ()), self._chance(self.step, request)
+            path = right_path(draft, chance, random.random)
+            if isinstance(draft, DraftTree):
+                paths[request] = path
+            verdicts.append(Verdict(request, len(draft), len(path)))
+            expected += 1 + expected_right(draft, chance)
+            self.drafted[request] = self.drafted.get(request, 0) + len(draft)
         extra = sum(counts.values())
         machine = (1 + self._slower) ** self.step
         true_s = self._law(batch + extra) * machine
@@ -105,7 +141,7 @@ class Simulation:
         for request, _, right in verdicts:
             self._late_tokens[request] = self._late_tokens.get(request, 0) + right + 1
             left[request] -= right + 1
-        self._late.append(StepOutcome(tuple(verdicts), batch + extra, 0, seen_s, cost_s))
+        self._late.append(StepOutcome(tuple(verdicts), batch + extra, 0, seen_s, cost_s, paths))
         self._quiet -= 1
         ended = [request for request in left if left[request] <= 0]
         if self._quiet <= 0 or ended:
@@ -128,10 +164,13 @@ class Simulation:
         self._quiet = self.strategy.quiet if self._is_late else 0
 
 
-def best_fixed(law: Callable[[float], float], chance: float, batch: int, most: int = 8) -> float:
-    """Throughput of the best lookahead of 0 to `most`, by that without guesses."""
+def best_fixed(
+    law: Callable[[float], float], chance: float | tuple[float, float], batch: int, most: int = 8, is_tree: bool = False
+) -> float:
+    """Throughput of the best lookahead of 0 to `most`, by that without guesses. `is_tree`: of trees of `Shaped`."""
     found = []
     for lookahead in range(most + 1):
         seconds = law(batch * (lookahead + 1)) + PROPOSE_S * batch * (lookahead > 0)
-        found.append(sum(chance**place for place in range(lookahead + 1)) * law(batch) / seconds)
+        (draft,) = Shaped(most).propose([Ask(0, TEXT, lookahead, TEXT, is_tree)]) if lookahead else [()]
+        found.append((1 + expected_right(draft, chance)) * law(batch) / seconds)
     return max(found)

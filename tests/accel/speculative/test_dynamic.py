@@ -13,10 +13,12 @@ from sagellm.accel.speculative.ngram import NgramStrategy
 from sagellm.accel.speculative.planning.table import LatencyTable
 from sagellm.accel.speculative.registry import find_speculator, make_speculator, speculator_names
 from sagellm.accel.speculative.row_times import RowTimes
+from sagellm.accel.speculative.tree import DraftTree
 from sagellm.core.errors import SpeculationError
 from tests.accel.speculative.simulation import (
     TEXT,
     Guesser,
+    Shaped,
     Simulation,
     best_fixed,
     between,
@@ -200,6 +202,52 @@ def test_a_table_spares_the_ramp_and_is_corrected(tmp_path):
     table_of(compute_bound).write(file)
     careful = Simulation(dynamic(table=file), compute_bound, lambda step, request: 0.5, batch=4)
     assert careful.run(30) > 0.97 and max(careful.choices) <= 2
+
+
+LIKELY, UNCERTAIN = (0.9, 0.02), (0.45, 0.4)  # chances of the first and the second token of a place
+
+
+@pytest.mark.parametrize(
+    ("law", "chance", "batch", "shape"),
+    [
+        (memory_bound, UNCERTAIN, 1, "tree"), (memory_bound, UNCERTAIN, 4, "tree"), (memory_bound, LIKELY, 1, "chain"),
+        (memory_bound, LIKELY, 4, "chain"), (between, LIKELY, 1, "chain"), (between, LIKELY, 4, None),
+        (compute_bound, UNCERTAIN, 4, None),
+    ],
+)  # fmt: skip
+def test_the_shape_of_most_tokens_a_second_is_chosen(law, chance, batch, shape):
+    """A tree where two tokens are about as likely; a list where one is, and a row for another one is dear."""
+    strategy = DynamicLookaheadStrategy(Shaped(8))
+    simulation = Simulation(strategy, law, lambda step, request: chance, batch=batch, noise=0.05, seed=2)
+    simulation.run(200)
+    before = strategy.report()["shapes"]
+    found = simulation.run(400)
+    best = max(best_fixed(law, chance, batch, is_tree=is_tree) for is_tree in (False, True))
+    assert found >= WITHIN * best
+    shapes = {name: count - before[name] for name, count in strategy.report()["shapes"].items()}
+    if shape is not None:
+        assert shapes[shape] > 0.9 * sum(shapes.values()) > 200
+
+
+def test_a_text_that_becomes_uncertain_gets_another_shape():
+    strategy = DynamicLookaheadStrategy(Shaped(8))
+    simulation = Simulation(strategy, memory_bound, lambda step, _: LIKELY if step < 400 else UNCERTAIN, batch=2, noise=0.05)
+    simulation.run(400)
+    before = strategy.report()["shapes"]
+    simulation.run(200)
+    assert simulation.run(400) >= 0.9 * best_fixed(memory_bound, UNCERTAIN, 2, is_tree=True)
+    after = strategy.report()["shapes"]
+    assert before["chain"] > 5 * before["tree"] and after["tree"] - before["tree"] > 4 * (after["chain"] - before["chain"])
+
+
+def test_no_tree_is_wanted_where_the_device_computes_none():
+    strategy = DynamicLookaheadStrategy(Shaped(8))
+    simulation = Simulation(strategy, memory_bound, lambda step, request: UNCERTAIN, batch=2)
+    simulation.run(100)
+    assert strategy.report()["shapes"]["tree"] > 50
+    asks = [Ask(request, TEXT, 8, TEXT, False) for request in range(2)]
+    drafts = [strategy.propose(asks) for _ in range(20)]
+    assert not any(isinstance(draft, DraftTree) for each in drafts for draft in each) and any(map(any, drafts))
 
 
 def test_limits_of_each_ask_are_kept():

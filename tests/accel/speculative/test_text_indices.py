@@ -1,7 +1,7 @@
 """The native indices of n-grams and suffixes against their plain twins, and by themselves."""
 
 import random
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -98,18 +98,15 @@ def test_bad_values_are_told():
 def test_one_thread_at_a_time():
     """The others are told, and the index stays whole."""
     index, text = _core.SuffixIndex(32), np.random.default_rng(0).integers(0, 50, 100_000)
-    seen: list[str] = []
 
-    def work():
+    def work(_: int) -> str:
         try:
             index.append(text)
         except RuntimeError as error:
-            seen.append(str(error))
+            return str(error)
+        return ""
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as threads:
+        seen = list(filter(None, threads.map(work, range(3))))
     assert all("another thread uses this index" in words for words in seen)
     assert len(index) == (3 - len(seen)) * len(text)

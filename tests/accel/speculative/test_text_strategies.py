@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from sagellm import accel
-from sagellm.accel.speculative.base import Ask, SpeculativeStrategy
+from sagellm.accel.speculative.base import Ask, Draw, SpeculativeStrategy
 from sagellm.accel.speculative.dynamic import DynamicLookaheadStrategy
 from sagellm.accel.speculative.ngram import NgramStrategy
 from sagellm.accel.speculative.registry import find_speculator, make_speculator, speculator_names
@@ -160,12 +160,42 @@ def test_chains_guess_each_other_while_they_run():
     chain.end(1)
     assert guess(chain, [*prompt, 12, 3], 2, request_id=2) == [4, 5]
     chain.end(2)
-    assert not chain._texts and not chain._proposed and not chain._prompts
+    assert not chain._texts and not chain._prompts
     for number in range(400):  # the older half is dropped
         finish(chain, [500_000], list(range(1000 * number, 1000 * number + 999)), 7)
     report = chain.report()
     assert report["tokens"] <= chain.max_tokens and report["contexts"] <= chain.order * chain.max_tokens
     assert guess(chain, [3, 4], 1, request_id=8) == [] and guess(chain, [399_004, 399_005], 1, request_id=9) == [399_006]
+
+
+def test_chain_guesses_what_the_numbers_of_draws_choose():
+    """All samples have one prompt. Numbers of 0.1 and 0.4 drew token 5, and 0.8 drew 6. Behind 5 came 7 or 8, behind 6 a 7."""
+    warm, prompt = (0.7, 0, 1.0, 0.0), [9, 8, 1, 2]
+    names = iter(range(100))
+
+    def drawn(numbers: list[float], way: tuple, chain: SpeculativeStrategy, answer: list[int] | None = None) -> list[int]:
+        request = next(names)
+        chain.begin(request, np.array(prompt, np.int64))
+        (found,) = chain.propose([ask(prompt, len(numbers) - 1, request)._replace(draw=Draw(numbers, way))])
+        if answer is not None:
+            chain.accept(request, answer)
+        chain.end(request)
+        return found
+
+    chain = make_speculator("chain", min_probability=0.0, max_tokens=1000)
+    for first, second, answer in ((0.1, 0.2, [5, 7]), (0.4, 0.9, [5, 8]), (0.8, 0.5, [6, 7])):
+        drawn([first, second, 0.9], warm, chain, answer)
+    for first, second, expected in (
+        (0.1, 0.2, [5, 7]), (0.3, 0.8, [5, 8]), (0.55, 0.5, [5, 7]), (0.65, 0.9, [6, 7]), (0.99, 0.0, [6, 7]),
+        (0.8, 0.5, [6, 7]),
+    ):  # fmt: skip
+        assert drawn([first, second, 0.9], warm, chain) == expected
+    assert DynamicLookaheadStrategy(chain).takes_draws and not make_speculator("suffix").takes_draws
+    # Where another temperature draws, the likeliest token is the guess; and so where the likeliest is taken.
+    assert drawn([0.8, 0.5], (0.8, *warm[1:]), chain) == guess(chain, prompt, 1, 200) == [5]
+    for number in range(3):  # draws are bounded as counts are
+        finish(chain, [500_000], list(range(1000 * number, 1000 * number + 999)), 300)
+    assert not chain._new.drawn and not chain._old.drawn
 
 
 def test_chain_learns_what_its_guesses_are_worth():

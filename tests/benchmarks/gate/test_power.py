@@ -10,6 +10,7 @@ from benchmarks import gate_power
 from benchmarks.errors import BenchmarkError
 from benchmarks.gate_power import Rates, enough_rounds, observe, rates, simulate, wilson
 from tests.benchmarks.gate.made_up import make_result, noisy_runs, steady
+from tests.sweeps import slow_but
 
 
 def noisy(sd, rounds=40, round_sd=0.03, names=("base", "control", "head")):
@@ -17,7 +18,7 @@ def noisy(sd, rounds=40, round_sd=0.03, names=("base", "control", "head")):
     return make_result(noisy_runs(rounds, sd, np.random.default_rng(5), changes, round_sd))
 
 
-@pytest.mark.parametrize(("sd", "rounds"), [(0.02, 5), (0.03, 6), (0.04, 7)])
+@pytest.mark.parametrize(("sd", "rounds"), slow_but([(0.02, 5), (0.03, 6), (0.04, 7)], (0.03, 6)))
 def test_a_slower_first_token_is_caught_and_identical_code_is_not_blamed(sd, rounds):
     found = rates(observe(noisy(sd)), "control", rounds, 0.10, 300)
     assert found.caught >= 0.95 * 300 and found.failed <= 0.01 * 300

@@ -16,6 +16,7 @@ def names(files: list[Path]) -> set[str]:
     return {file.stem for file in files}
 
 
+@pytest.mark.slow
 def test_all_kinds(outcome: tuple[Result, Path], tmp_path: Path):
     result, folder = outcome
 

@@ -8,20 +8,15 @@ from sagellm.comm_backend.kv_transfer.registry import find_channel, make_channel
 from sagellm.comm_backend.kv_transfer.shm import ShmChannel
 from sagellm.core.errors import TransferError
 from tests.comm_backend.kv_transfer.bad_channels import BREAKS
+from tests.contract import broken, check_caught, check_kept
 
 HERE = ["shm", pytest.param("tcp", marks=pytest.mark.slow)]  # `mooncake` and `nixl` take minutes: sagellm comm check-channel
 FOLLOWS = {"WholeBlocks": {"report"}, "OpenForEver": {"peer_closed"}}
 
 
-def broken(report):
-    return {result.rule: result.message for result in report.results if result.seen and not result.passed}
-
-
 @pytest.mark.parametrize("name", HERE)
 def test_every_channel_keeps_to_it(name):
-    report = check_channel(find_channel(name))
-    assert [result for result in report.results if not result.passed] == []
-    assert [result.rule for result in report.results] == list(RULES)
+    check_kept(check_channel(find_channel(name)), RULES)
 
 
 @pytest.mark.slow
@@ -29,10 +24,7 @@ def test_every_channel_keeps_to_it(name):
 def test_each_fault_breaks_its_rule(kind):
     rule, play = BREAKS[kind]
     report = check_channel(kind, limit_s=3.0 if kind.__name__ == "Hangs" else 60.0, plays={play: PLAYS[play]})
-    found = broken(report)
-    assert rule in found and not report.passed, found
-    assert set(found) <= {rule} | FOLLOWS.get(kind.__name__, set()), found
-    assert f"[scenario {play}, seed 0]" in found[rule]
+    check_caught(report, rule, FOLLOWS.get(kind.__name__, ()), f"[scenario {play}, seed 0]")
 
 
 def test_every_rule_is_broken_by_a_fault():

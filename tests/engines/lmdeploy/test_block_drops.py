@@ -191,8 +191,7 @@ def test_a_policy_that_fails_is_switched_off_and_steps_read_everything(start_eng
 
 @pytest.mark.parametrize(
     ("name", "config", "fault"),
-    [("snapkv", {"tensor_parallel": 2}, "by its own heads"),
-     (own(KeepsRecent), {"tensor_parallel": 2}, "blocks are given up"), ("h2o", {"speculative": "ngram"}, "guess"),
+    [("h2o", {"speculative": "ngram"}, "guess"),
      ("snapkv", {"engine": "turbomind", "device": "cuda"}, "not open")],
 )  # fmt: skip
 def test_settings_that_are_refused(start_engine, name, config, fault):

@@ -20,6 +20,7 @@ from sagellm.replay.schedule.verify import verify_schedule
 from sagellm.replay.verify import verify_log
 from tests.engines.lmdeploy.test_chunks import chunked
 from tests.pool import check_blocks, settle
+from tests.sweeps import slow_but
 
 NEW, WAIT_S = 12, 60
 RANDOM = np.random.default_rng(7)
@@ -299,7 +300,7 @@ async def checked(engine):
 
 
 @pytest.mark.parametrize(
-    ("caching", "count"), [(True, 150), (False, 150), pytest.param(True, 10_000, marks=pytest.mark.slow)]
+    ("caching", "count"), slow_but([(True, 150), (False, 150), (True, 10_000)], (True, 150))
 )
 def test_random_forks_joins_and_cancellations_leave_no_block_behind(start_engine, caching, count):
     engine = start_engine(prefix_caching=caching, kv_blocks=20)

@@ -13,12 +13,18 @@ from torch import distributed as dist
 
 from benchmarks.metrics.compute import parse_prometheus, series
 from benchmarks.processes import wait_until
+from sagellm.comm_backend.config import CommConfig
+from sagellm.comm_backend.topology import Candidates
+from sagellm.comm_backend.torch_groups import NcclBackend
+from sagellm.core.collectives import GROUP
 from sagellm.core.config import HookConfig
-from sagellm.core.hooks import Plugin
+from sagellm.core.hooks import CommDecision, Plugin
 from sagellm.core.host import PluginHost
 from sagellm.engines.lmdeploy.comm import CommObserver
+from sagellm.engines.lmdeploy.comm_choice import CommChoice, Joined
 from sagellm.engines.lmdeploy.comm_stats import LATENCY_BOUNDS_S, CommStats, bus_factor
 from sagellm.serve.comm_metrics import comm_families
+from tests.sweeps import slow_but
 
 
 class Group:
@@ -89,7 +95,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_but(WAYS, "future", "wait twice"))
 def test_every_way_to_see_the_end_ends_the_observation_once(group, observer, way):
     tensor = torch.ones(4)
     work = observer.run("all_reduce", group.start, (tensor,), {"async_op": True})
@@ -173,10 +179,93 @@ def test_factors_of_bus_bandwidth(name, ranks, factor):
     assert bus_factor(name, ranks) == factor
 
 
-def page(stats, step_s):
+class Wanted(Plugin):
+    """Wants the last backend for sums, and keeps what it was asked."""
+
+    def __init__(self):
+        self.asked = []
+
+    def comm_decide(self, request):
+        self.asked.append((request.name, request.device, request.backends))
+        return CommDecision(request.backends[-1]) if request.name == "all_reduce" else CommDecision(GROUP)
+
+
+class StandIn:
+    """Does what is asked of NCCL's process group here, on tensors of the device `meta`, and keeps it."""
+
+    def __init__(self):
+        self.calls = []
+
+    def allreduce(self, tensors, options):
+        self.calls.append("allreduce")
+        return Ended()
+
+    def barrier(self, options):
+        return Ended()
+
+    def abort(self):
+        pass
+
+
+class Ended:
+    def is_completed(self):
+        return True
+
+    def exception(self):
+        return None
+
+    def synchronize(self):
+        pass
+
+
+class NcclOfMeta(NcclBackend):
+    device_types = ("meta",)
+
+    @classmethod
+    def missing(cls):
+        return ""
+
+    def _make_group(self, store, timeout):
+        return StandIn()
+
+
+@pytest.fixture
+def default_group():
+    """The group in which rank 0 tells its decisions."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_plugin_decides_about_tensors_of_another_device_where_a_backend_is_for_them(default_group, tmp_path):
+    given = CommConfig(backend="nccl", rank=0, world_size=2, rendezvous=f"file://{tmp_path}/meet")
+    host = PluginHost(HookConfig(plugins=({"name": f"{__name__}:Wanted"},)))
+    choice = CommChoice(host, 0, 2, Joined(NcclOfMeta(given), Candidates((GROUP, "nccl"), "")))
+    observer = CommObserver(host, 0, 2, choice)
+    by_group = []
+
+    def ask(name, *tensors):
+        observer.run(name, lambda *_: by_group.append((name, tensors[-1].device.type)), tensors, {})
+
+    there, here = torch.ones(4, device="meta"), torch.ones(4)
+    for _ in range(2):
+        ask("all_reduce", there)
+    ask("all_reduce", here)  # NCCL cannot add these up
+    ask("all_gather", [there, there], there)
+    calls = choice.backend.torch_group.calls
+    observer.close()
+    assert calls == ["allreduce"] * 2
+    assert by_group == [("all_reduce", "cpu"), ("all_gather", "meta")]
+    ((_, plugin),) = host.plugins
+    assert plugin.asked == [
+        ("all_reduce", "meta", ("group", "nccl")), ("all_reduce", "cpu", ("group",)), ("all_gather", "meta", ("group", "nccl")),
+    ]  # fmt: skip
+
+
+def page(stats, step_s, choice=None):
     class Collector:
         def collect(self):
-            return comm_families(stats.report(), step_s)
+            return comm_families(stats.report(), step_s, choice)
 
     registry = CollectorRegistry()
     registry.register(Collector())
@@ -190,7 +279,16 @@ def test_metrics_page():
     stats.add(1, "all_reduce", 1000, 4, None)
     stats.expose(1, "all_reduce", 500_000_000)
     stats.expose(0, "broadcast", 400_000_000)
-    found, labels = page(stats, 2.0), {"rank": "1", "op": "all_reduce"}
+    choice = {
+        "chosen": {"all_reduce": "shm"}, "candidates": ["group", "shm"], "reason": "one host", "topology_s": 0.004,
+        "measured": {"all_reduce": {"shm": {"4096": 1e-5}}},
+    }  # fmt: skip
+    found, labels = page(stats, 2.0, choice), {"rank": "1", "op": "all_reduce"}
+    told = {"op": "all_reduce", "backend": "shm"}
+    assert found[series("sagellm_comm_backend", candidates="group shm", reason="one host", **told)] == 1
+    assert found[series("sagellm_comm_measured_seconds", bytes="4096", **told)] == 1e-5
+    assert found["sagellm_comm_topology_seconds"] == 0.004
+    assert found[series("sagellm_comm_hidden_share", **labels)] == pytest.approx(1 - 0.5 / 2.000020001)
     assert found[series("sagellm_comm_operations_total", **labels)] == 4
     assert found[series("sagellm_comm_bytes_total", **labels)] == 3000
     assert found[series("sagellm_comm_seconds_total", **labels)] == 0.5

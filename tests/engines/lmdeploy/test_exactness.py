@@ -9,6 +9,7 @@ from sagellm.core.errors import EngineError
 from sagellm.engines.base import SamplingParams
 from tests.pool import check_pool, settle
 from tests.reference import make_prompts
+from tests.sweeps import slow_but
 
 NUM_NEW = 40
 GREEDY = SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True)
@@ -47,7 +48,7 @@ def answers(engine, prompts, params=GREEDY):
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen2", "qwen2-window", "mistral"])
-@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("prefix_caching", slow_but([True, False], True))
 def test_batches_equal_transformers(start_engine, reference, model, prefix_caching):
     prompts = make_prompts((5, 40, 100, 33))
     engine = start_engine(model=model, prefix_caching=prefix_caching)
@@ -78,6 +79,7 @@ def test_under_block_pressure(start_engine, reference):
     assert engine.hooks.report()["prefix"]["hit_tokens"] > 0
 
 
+@pytest.mark.slow
 def test_under_block_pressure_with_a_window(start_engine, reference):
     engine = start_engine(model="mistral", kv_blocks=30)
     assert answers(engine, CROWD) == reference(CROWD, NUM_NEW, "mistral")
@@ -91,6 +93,7 @@ def test_rounds_of_several_decode_steps(start_engine, reference, decode_round):
     assert answers(engine, CROWD) == reference(CROWD, NUM_NEW)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decode_round", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_equal_prompts_under_pressure(start_engine, reference, decode_round):
     """A request that is sent back with its blocks finds the next one published by its twin."""

@@ -13,6 +13,7 @@ from tests.engines.lmdeploy import faulty as plugins
 from tests.engines.lmdeploy.faulty import HOOKS, name_of
 from tests.engines.lmdeploy.test_exactness import CROWD, answers
 from tests.plugins import plugin_of
+from tests.sweeps import slow_but
 
 LIMIT_S = 0.6  # also of the neighbour's thousands of calls, each of which must be in time
 PARAMS = SamplingParams(max_new_tokens=24, ignore_eos=True)
@@ -35,7 +36,10 @@ def wakes_at_the_end(start_engine, monkeypatch):
 
 
 @pytest.mark.usefixtures("wakes_at_the_end")
-@pytest.mark.parametrize(("fault", "kind"), [("raise", "raised"), ("exit", "raised"), ("sleep", "overran")])
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    slow_but([("raise", "raised"), ("exit", "raised"), ("sleep", "overran")], ("raise", "raised"), ("sleep", "overran")),
+)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_each_hook_that_fails(start_engine, reference, hook, fault, kind):
     engine = start_engine(
@@ -81,7 +85,7 @@ DETAILS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("hook", "fault"), NONSENSE)
+@pytest.mark.parametrize(("hook", "fault"), slow_but(NONSENSE, *NONSENSE[::3]))
 def test_nonsense(start_engine, reference, hook, fault):
     engine = start_engine(faulty(hook, fault), kv_blocks=16)
     for _ in range(2):

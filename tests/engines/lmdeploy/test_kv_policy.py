@@ -15,6 +15,7 @@ from sagellm.replay.verify import verify_log
 from tests.engines.lmdeploy.pd.pair import wait_until
 from tests.engines.lmdeploy.test_exactness import CROWD, NUM_NEW, answers
 from tests.reference import make_prompts
+from tests.sweeps import slow_but
 
 NUM_REQUESTS = 170  # benchmarks/kv_replay.py asks for more
 SYSTEMS = make_prompts((48, 48, 33), seed=3)
@@ -32,7 +33,7 @@ def shared_prompts(seed: int, count: int) -> list[list[int]]:
     return prompts
 
 
-@pytest.mark.parametrize("policy", ONLINE)
+@pytest.mark.parametrize("policy", slow_but(ONLINE, "lru", "arc", "s3fifo", "fifo"))
 def test_output_is_exact_whatever_goes_first(start_engine, reference, policy):
     engine = start_engine(kv_blocks=30, kv=KVConfig(policy=policy))
     for _ in range(2):
@@ -87,10 +88,7 @@ def test_an_engine_without_policies(start_engine):
         start_engine().exchange_policy("arc")
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize("policy", ["lru", pytest.param("s3fifo", marks=SLOW), pytest.param("arc", marks=SLOW)])
+@pytest.mark.parametrize("policy", slow_but(["lru", "s3fifo", "arc"], "lru"))
 def test_a_replay_decides_the_same(start_engine, tmp_path, policy):
     log = tmp_path / "events.jsonl"
     engine = start_engine(kv_blocks=30, record=log, kv=KVConfig(policy=policy))

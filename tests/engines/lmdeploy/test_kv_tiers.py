@@ -117,6 +117,7 @@ def test_files_outlive_the_engine(start_engine, reference, tmp_path):
     assert hit_tokens(engine) > 0
 
 
+@pytest.mark.slow
 def test_a_crowd_on_three_tiers(start_engine, reference, tmp_path):
     prompts = shared_prompts(5, 60)
     engine = disk_engine(start_engine, tmp_path / "tier", kv_blocks=30)

@@ -11,6 +11,7 @@ from tests.engines.lmdeploy.test_exactness import CROWD, answers
 from tests.plugins import plugin_of
 from tests.pool import cached_blocks, check_pool, settle
 from tests.reference import make_prompts
+from tests.sweeps import slow_but
 
 AT_ADMISSION = "tests.plugins:AtAdmission"
 SHORT = SamplingParams(max_new_tokens=16, ignore_eos=True)
@@ -251,7 +252,7 @@ def test_a_block_in_use_stays(engine):
     assert set(results[0].refused.values()) <= {"in use by a request"}
 
 
-@pytest.mark.parametrize("host_kv_blocks", [3, 20, 60])
+@pytest.mark.parametrize("host_kv_blocks", slow_but([3, 20, 60], 3))
 def test_offloading_instead_of_evicting_under_pressure(start_engine, reference, host_kv_blocks):
     engine = start_engine("tests.plugins:OffloadInstead", kv_blocks=30, host_kv_blocks=host_kv_blocks)
     for _ in range(3):

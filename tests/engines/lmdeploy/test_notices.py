@@ -13,6 +13,7 @@ from tests.engines.lmdeploy.simulated import BLOCK, SimulatedEngine
 from tests.engines.lmdeploy.test_prefix_cache import Clients
 from tests.plugins import plugin_of
 from tests.pool import check_blocks
+from tests.sweeps import slow_but
 
 BOOKS = "tests.engines.lmdeploy.books:Books"
 OFFLOAD = PluginSpec(name=BOOKS, options={"offload": True})
@@ -50,7 +51,7 @@ def played(engine, seed):
     return report
 
 
-@pytest.mark.parametrize("decode_round", [1, 3])
+@pytest.mark.parametrize("decode_round", slow_but([1, 3], 3))
 @pytest.mark.parametrize(("plugin", "host"), [(BOOKS, 0), (OFFLOAD, 3), (OFFLOAD, 9)])
 def test_books_kept_from_notices_are_right_whenever_asked(plugin, host, decode_round):
     totals = Counter()
@@ -67,7 +68,7 @@ def test_books_kept_from_notices_are_right_whenever_asked(plugin, host, decode_r
     assert not host or (totals["back"] and (totals["shrunk"] or host > 3)), totals
 
 
-@pytest.mark.parametrize("decode_round", [1, 3])
+@pytest.mark.parametrize("decode_round", slow_but([1, 3], 3))
 def test_a_tier_of_a_plugin_under_pressure(decode_round):
     """Bytes out of the host tier and back into it, while copies are on their way: every request reads what it wrote."""
     totals = Counter()

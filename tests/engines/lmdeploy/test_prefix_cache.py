@@ -12,6 +12,7 @@ from sagellm.prefix_reuse import ReferenceIndexedPool, prefix_hashes
 from tests.engines.lmdeploy.simulated import BLOCK, VOCABULARY, SimulatedEngine, identities
 from tests.plugins import plugin_of
 from tests.pool import check_blocks
+from tests.sweeps import slow_but
 
 LISTENER = "tests.plugins:Listener"
 PLUGINS = {
@@ -87,8 +88,8 @@ class Clients:
                 self.act()
 
 
-@pytest.mark.parametrize("decode_round", [1, 3])
-@pytest.mark.parametrize("plugin", PLUGINS)
+@pytest.mark.parametrize("decode_round", slow_but([1, 3], 3))
+@pytest.mark.parametrize("plugin", slow_but(PLUGINS, "none", "moves anything"))
 def test_nobody_ever_reads_what_is_not_its_own(plugin, decode_round):
     totals = Counter()
     for seed in range(8):

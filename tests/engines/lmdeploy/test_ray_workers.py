@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from sagellm.comm_backend import config
 from sagellm.core.config import SageConfig
 from sagellm.core.errors import ConfigError, EngineError
 from sagellm.demo_model import ensure_demo_model
@@ -58,7 +59,7 @@ def test_settings_that_cannot_work(settings, words):
 
 
 def test_ray_is_not_installed(monkeypatch):
-    monkeypatch.setattr(ray_workers, "find_spec", lambda name: None)
+    monkeypatch.setattr(config, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"install it: pip install 'sagellm\[ray\]'"):
         ray_workers.check_ray(on_ray("auto"))
 

@@ -5,6 +5,8 @@ import multiprocessing
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.shared_memory import SharedMemory
 
 import numpy as np
@@ -13,6 +15,8 @@ from lmdeploy.messages import GenerationConfig, ResponseType
 from lmdeploy.pytorch.engine.executor.mp_executor import Notifier, SharedBuffer
 from lmdeploy.pytorch.engine.mp_engine.zmq_rpc import AsyncRPCClient, AsyncRPCServer
 
+from benchmarks.processes import free_port
+from sagellm.core.errors import EngineError
 from sagellm.engines.lmdeploy import rpc
 
 LIMIT_S = 30.0
@@ -105,6 +109,7 @@ def test_a_call_that_comes_while_an_answer_goes_out_is_heard(server: Server):
     assert asyncio.run(ask()) == ["slow", "quick"]
 
 
+@pytest.mark.slow
 def test_sigterm_interrupts_no_answer():
     async def ask(client: AsyncRPCClient) -> int:
         late = asyncio.create_task(client.async_call("late"))
@@ -123,6 +128,24 @@ def test_sigterm_interrupts_no_answer():
         finally:
             process.kill()
     assert (process.returncode, out, err) == (0, "whole\n[None]\n", "")
+
+
+def test_a_call_to_a_process_that_dies_fails():
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
+    process.start()
+    client = AsyncRPCClient(free_port())  # none listens there
+    rpc.fail_when_dead(client, process)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(client.call, "get_schedule_metrics")
+        with pytest.raises(TimeoutError):
+            call.result(timeout=3 * rpc.DEAD_S)
+        process.kill()
+        with pytest.raises(EngineError, match="ended with code -9"):
+            call.result(timeout=LIMIT_S)
+    client.async_socket.close(0)
+    client.sync_socket.close(0)
+    client.async_ctx.term()
+    client.sync_ctx.term()
 
 
 def test_a_buffer_closes_while_a_message_waits_in_it():

@@ -94,6 +94,7 @@ class Noting(DraftModelStrategy):
         return super().propose(asks)
 
 
+@pytest.mark.slow
 def test_a_draft_model_reads_what_comes_back_from_the_host_anew(start_engine, reference, model_folder):
     expected = reference(CROWD, 60)
     speculative = draft_of(model_folder) | {"speculative": f"{__name__}:Noting"}

@@ -2,11 +2,23 @@
 
 import pytest
 
+from sagellm.accel.speculative.dynamic import DynamicLookaheadStrategy
 from sagellm.accel.speculative.tree import DraftTree
 from sagellm.engines.lmdeploy.cpu.device import CpuDevice
-from tests.engines.lmdeploy.guesses import CROWD, KNOWING_TREES, NEW, KnowingTrees, ask, counts, tell, tokens_of
+from tests.engines.lmdeploy.guesses import (
+    CROWD,
+    KNOWING_TREES,
+    NEW,
+    Knowing,
+    KnowingTrees,
+    ask,
+    counts,
+    tell,
+    tokens_of,
+)
 from tests.pool import check_pool
 from tests.reference import make_prompts
+from tests.sweeps import slow_but
 
 
 @pytest.fixture
@@ -25,9 +37,10 @@ def planted(monkeypatch):
     return steps
 
 
-@pytest.mark.parametrize(("model", "blocks", "decode_round"), [
-    ("llama", 30, 1), ("llama", 30, 5), ("llama", 200, 3), ("qwen2-window", 60, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "blocks", "decode_round"),
+    slow_but([("llama", 30, 1), ("llama", 30, 5), ("llama", 200, 3), ("qwen2-window", 60, 1)], ("llama", 30, 5)),
+)
 def test_greedy_equals_transformers(start_engine, reference, planted, model, blocks, decode_round):
     """Under pressure, in rounds, with prefixes from the cache, whose keys were moved."""
     expected = reference(CROWD, NEW, model)
@@ -77,6 +90,41 @@ def test_a_suffix_tree_learns_from_answers(start_engine, reference, planted):
     for _ in range(2):
         assert tokens_of(ask(engine, prompts)) == expected
     assert planted and counts(engine)["accepted"] > 10
+
+
+class Either(KnowingTrees):
+    """Chains or trees, as asked."""
+
+    takes_shape = True
+
+    def one(self, ask):
+        return super().one(ask) if ask.tree else Knowing.one(self, ask)
+
+
+class Clocked(DynamicLookaheadStrategy):
+    """Takes steps to last as on a machine where a row is cheap, so that its choices do not depend on this one."""
+
+    name = "clocked"
+
+    def __init__(self):
+        super().__init__(Either())
+
+    def step_done(self, outcome):
+        super().step_done(outcome._replace(step_s=0.01 + 3e-4 * outcome.num_rows, propose_s=0.0))
+
+
+@pytest.mark.parametrize("settings", [{}, {"decode_round": 5}, {"kv_schema": "int8"}], ids=str)
+def test_chains_and_trees_of_one_strategy(start_engine, planted, settings):
+    """The dynamic strategy wants either; no tree where the device computes none."""
+    expected = tokens_of(ask(start_engine(kv_blocks=200, **settings), CROWD))
+    tell(CROWD, expected)
+    engine = start_engine(kv_blocks=200, speculative="tests.engines.lmdeploy.test_speculative_trees:Clocked", **settings)
+    for _ in range(3):
+        assert tokens_of(ask(engine, CROWD)) == expected
+    report = counts(engine)
+    shapes = report["own"]["shapes"]
+    assert report["trees"] == sum(planted) and report["accepted"] > 10 and report["guessed"] > report["trees"]
+    assert shapes["chain"] > 0 and bool(shapes["tree"]) == bool(planted) == ("kv_schema" not in settings)
 
 
 class LongTrees(KnowingTrees):

@@ -25,6 +25,7 @@ from tests.engines.lmdeploy.test_exactness import CROWD, answers
 from tests.plugins import plugin_of
 from tests.pool import settle
 from tests.reference import make_prompts
+from tests.sweeps import slow_but
 
 HERE = "tests.engines.lmdeploy.test_strategies"
 LISTENER = "tests.plugins:Listener"
@@ -72,7 +73,10 @@ def asked_for(number: int) -> ServiceRequest | None:
     )[number % 4]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["fifo", "slo_aware", "adaptive", "fair", "hybrid", "aegaeon", f"{HERE}:EveryOther"])
+NAMES = ["fifo", "slo_aware", "adaptive", "fair", "hybrid", "aegaeon", f"{HERE}:EveryOther"]
+
+
+@pytest.mark.parametrize("name", slow_but(NAMES, "fifo", "slo_aware", f"{HERE}:EveryOther"))
 def test_under_pressure_too(start_engine, reference, tmp_path, monkeypatch, name):
     """And each decision can be made again from its line, by a strategy that is told what lines say."""
     seen, schedule = [], StrategyPlugin.schedule

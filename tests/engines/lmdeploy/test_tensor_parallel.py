@@ -1,6 +1,7 @@
 """Two workers over gloo: exact output, collectives seen on both ranks, faults there, and no process left behind."""
 
 import json
+import math
 import os
 import signal
 import time
@@ -12,7 +13,7 @@ import pytest
 import torch
 from lmdeploy.pytorch.engine.executor.mp_executor import ExecutorProc
 
-from benchmarks.processes import command_line
+from benchmarks.processes import command_line, wait_until
 from sagellm.comm_backend.topology import TopologyManager
 from sagellm.core.config import PluginSpec
 from sagellm.core.errors import ConfigError, EngineError
@@ -21,6 +22,10 @@ from sagellm.engines.base import SamplingParams
 from sagellm.engines.lmdeploy import worker_processes
 from sagellm.engines.lmdeploy.contract.architectures import ARCHITECTURES, write_model
 from sagellm.engines.lmdeploy.workers import Pickling, failure_of
+from sagellm.replay.schedule.verify import verify_schedule
+from sagellm.scheduler_ir.graph import IRGraph
+from sagellm.scheduler_ir.nodes import IRNode, NodeType
+from sagellm.scheduler_ir.plan import ExecutionPlan
 from tests.comm_backend.sysfs_tree import Tree
 from tests.engines.lmdeploy.test_branches import start_and_fork
 from tests.engines.lmdeploy.test_exactness import CROWD, answers
@@ -311,8 +316,12 @@ def test_the_quicker_backend_is_measured_and_taken(two_workers, reference, limit
     assert answers(engine, CROWD) == reference(CROWD, 40)
     engine.close()
     report = engine.hooks.report()
-    quicker = {name: times[str(4 << 10)] for name, times in report["comm_measured"].items()}
-    assert min(quicker, key=quicker.get) == "shm"
+    choice = report["comm_choice"]
+    assert choice["candidates"] == ["group", "shm"] and "share the memory of one host" in choice["reason"]
+    assert choice["topology_s"] > 0 and choice["chosen"].keys() == {"all_reduce", "all_gather", "broadcast"}
+    for name in ("all_reduce", "all_gather"):
+        times = {backend: math.prod(each.values()) for backend, each in choice["measured"][name].items()}
+        assert min(times, key=times.get) == choice["chosen"][name]  # which one that is depends on the machine
     assert sum(row["count"] for row in report["comm"] if row["op"] == "all_reduce") >= 2 * 4 * 40
 
 
@@ -369,3 +378,74 @@ def test_each_worker_copies_blocks_of_branches(two_workers, start_engine):
     assert engine.hooks.report()["forks"]["copied_blocks"] == 3
     alone = start_engine().generate([each.prompt for each in branches], params)
     assert [each.token_ids for each in found] == [each.token_ids for each in alone]
+
+
+def steps_of(record, op, num_bytes):
+    """Return the backends of a sort of collectives, a set for each step: of rank 0 after a check that rank 1 did the same."""
+    ranks = {0: [], 1: []}
+    for line in read(record):
+        if line["event"] == "comm":
+            ranks[line["rank"]].append((line["op"], line["bytes"], line["backend"]))
+    count = min(map(len, ranks.values()))  # the engine may be closed in the middle of a step
+    assert ranks[0][:count] == ranks[1][:count] and max(map(len, ranks.values())) < count + 10
+    steps = [set()]
+    for name, size, backend in ranks[0][:count]:
+        if (name, size) == (op, num_bytes):
+            steps[-1].add(backend)
+        if name == "all_gather":  # the logits, with which a step ends
+            steps.append(set())
+    return [next(iter(step)) if len(step) == 1 else step for step in steps[:-1]]
+
+
+def collective(name, op, num_bytes, backend, *inputs, **more):
+    config = {"op": op, "bytes": num_bytes, "group": "tp", "backend": backend, **more}
+    return IRNode(name, NodeType.COLLECTIVE, inputs, (f"{name}!",), config)
+
+
+ROW, LOGITS = 4 * 64, 4 * 160  # bytes of a token between two layers, and of half of its logits
+
+
+def test_a_plan_decides_about_collectives_on_all_ranks_from_the_same_step(two_workers, reference, tmp_path):
+    """They go back when it ends or is cancelled, and a replay comes to the same decisions."""
+    record, prompt = tmp_path / "events.jsonl", CROWD[0][:9]
+    engine = two_workers(strategy="fifo", comm_backend="shm", record=record, kv_blocks=64, decode_round=1)
+    chain = [IRNode("prompt", NodeType.PREFILL_CHUNK, (), ("v0",), {"request": 0, "start": 0, "tokens": 9})]
+    chain += [IRNode(f"d{n}", NodeType.DECODE_STEP, (f"v{n}",), (f"v{n + 1}",), {"requests": [0]}) for n in range(6)]
+    wishes = [
+        collective("sums", "all_reduce", ROW - 1, "group", "v2"), collective("logits", "all_gather", LOGITS, "group", "v4"),
+        collective("unknown", "all_reduce", ROW, "nvshmem"), collective("none", "reduce_scatter", ROW, "shm"),
+        collective("again", "all_reduce", ROW, "shm", "v2"),
+    ]  # fmt: skip
+    engine.executor.submit_plan(ExecutionPlan("p", IRGraph([*chain, *wishes]), (0,)))
+    assert answers(engine, [prompt]) == reference([prompt], 40)
+    settle(engine)
+    status = engine.executor.status("p")
+    assert {name: status.nodes[name].detail for name in ("sums", "logits")} == {
+        "sums": "by group from step 4 on", "logits": "by group from step 6 on"
+    }  # fmt: skip
+    refused = status.refused()
+    assert sorted(refused) == ["again", "none", "unknown"] and status.state.value == "done"
+    assert "all_reduce can be done by group, shm" in refused["unknown"] and "no backend does reduce_scatter" in refused["none"]
+    assert "another node decides" in refused["again"]
+
+    engine.executor.submit_plan(ExecutionPlan("q", IRGraph([collective("sums", "all_reduce", ROW, "group", pieces=2)]), (1,)))
+    request = engine.start(prompt, SamplingParams(max_new_tokens=900, ignore_eos=True))
+    wait_until("some tokens", lambda: len(request.token_ids) > 5)
+    assert engine.executor.status("q").state.value == "running"
+    node = engine.executor.cancel("q").nodes["sums"]
+    assert (node.state.value, node.detail) == ("cancelled", "by group in 2 pieces from step 41 on; the plan was cancelled")
+    num_tokens = max(40, len(request.token_ids))
+    wait_until("more tokens", lambda: len(request.token_ids) > num_tokens + 5)
+    assert tuple(request.token_ids[:40]) == reference([prompt], 40)[0]
+    request.cancel()
+    settle(engine)
+    assert engine.hooks.report()["faults"] == []
+    engine.close()
+
+    sums, halves = steps_of(record, "all_reduce", ROW), steps_of(record, "all_reduce", ROW // 2)
+    assert sums[:40] == [*["shm"] * 3, *["group"] * 4, *["shm"] * 33]
+    assert steps_of(record, "all_gather", LOGITS)[:40] == [*["shm"] * 5, *["group"] * 2, *["shm"] * 33]
+    last = len(halves) - halves[::-1].index("group")  # one product of a layer is in two pieces, the other one in one
+    assert last > 46 and set(halves[41:last]) == {"group"} and sums[-1] == "shm" and set(sums[last:]) == {"shm"}
+    found = verify_schedule(record)
+    assert found.agrees and found.num_plans == 2

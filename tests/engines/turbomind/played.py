@@ -4,9 +4,9 @@ A block remembers the tokens it stands for, so that a wrong hit is seen. The ran
 """
 
 import ctypes as c
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tests.engines.turbomind import abi
@@ -168,27 +168,11 @@ class PlayedRank:
 def play(table: Any, prompts: Sequence[Sequence[int]], num_ranks: int = 4, num_blocks: int = 12) -> list[PlayedRank]:
     """Every rank, on a thread of its own, serves all requests; a failure in one of them is raised here."""
     ranks = [PlayedRank(table, num_blocks, rank, num_ranks) for rank in range(num_ranks)]
-    failures: list[BaseException] = []
-    threads = [threading.Thread(target=_run, args=(_serve_all(rank, prompts), failures)) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    return ranks
 
-
-def _serve_all(rank: PlayedRank, prompts: Sequence[Sequence[int]]) -> Callable[[], None]:
-    def work() -> None:
+    def serve_all(rank: PlayedRank) -> None:
         for seq_id, prompt in enumerate(prompts):
             rank.request(seq_id, prompt)
 
-    return work
-
-
-def _run(work: Callable[[], None], failures: list[BaseException]) -> None:
-    try:
-        work()
-    except BaseException as error:
-        failures.append(error)
+    with ThreadPoolExecutor(num_ranks) as threads:
+        list(threads.map(serve_all, ranks))
+    return ranks

@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 
 from tests.serve.harness import KEY
@@ -22,6 +23,17 @@ def test_models_and_health(server, client):
     assert [model.id for model in client.models.list()] == [server.model]
     assert server.announcement["pid"] == server.process.pid
     assert server.announcement["url"] == f"{server.url}/v1"
+
+
+def test_the_engine_started_before_the_server_had_loaded_its_handlers(server):
+    """A fork has the libraries that were loaded before it. The handlers load Harmony's."""
+
+    def has_handlers(process):
+        return any("openai_harmony" in each.path for each in process.memory_maps())
+
+    whole, engine = psutil.Process(server.process.pid), server.engine_process()
+    assert engine.cmdline() == whole.cmdline()
+    assert has_handlers(whole) and not has_handlers(engine)
 
 
 def test_completions_and_encoding(server, client):

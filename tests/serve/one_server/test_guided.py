@@ -61,6 +61,7 @@ def test_in_float32(server, client):
     server.wait_idle()
 
 
+@pytest.mark.slow
 def test_in_bfloat16_until_the_server_is_killed(launch):
     server = launch("--dtype", "bfloat16", model="llama-bf16").ready()
     with server.client() as client:

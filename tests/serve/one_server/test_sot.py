@@ -1,7 +1,7 @@
 """Skeleton-of-thought in chats."""
 
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -26,6 +26,10 @@ def expected(demo_model):
     with LMDeployEngine(config) as engine:
         sot = SpecSoT(engine, AutoTokenizer.from_pretrained(demo_model), may_be_direct=False, params=SamplingParams())
         return sot.generate(QUESTION, max_new_tokens=24, history=HISTORY)
+
+
+def test_grammars_of_plans_are_compiled_at_the_start(server):
+    server.wait_for_metric("both of them", lambda n: n == 2, "sagellm_grammars_ahead_total")
 
 
 def streamed(client, server, order, **ask):
@@ -93,19 +97,13 @@ def test_without_a_plan(server, client):
 def test_beside_other_chats(server, client, expected):
     """Answers with plans and plain ones run at once, and each is what it is alone."""
     plain = client.chat.completions.create(model=server.model, **ASK).choices[0].message.content
-    found: dict[int, str] = {}
 
     def ask(number):
         extra = {"sot": SOT} if number % 2 else {}
-        answer = client.chat.completions.create(model=server.model, **ASK, extra_body=extra)
-        found[number] = answer.choices[0].message.content
+        return client.chat.completions.create(model=server.model, **ASK, extra_body=extra).choices[0].message.content
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [found[number] for number in range(6)] == 3 * [plain, expected.text]
+    with ThreadPoolExecutor(6) as threads:
+        assert list(threads.map(ask, range(6))) == 3 * [plain, expected.text]
     server.wait_idle()
 
 

@@ -5,7 +5,7 @@ Source: LMDeploy, pytorch/backends and docs/get_started, for device types; the v
 
 from dataclasses import dataclass
 
-from sagellm.core.errors import ConfigError
+from sagellm.core.options import find_row
 
 __all__ = ["VENDORS", "Vendor", "find_vendor"]
 
@@ -106,7 +106,4 @@ VENDORS = (
 
 def find_vendor(name: str) -> Vendor:
     """Return the vendor of that name. Raises ConfigError: it is unknown."""
-    for vendor in VENDORS:
-        if vendor.name == name:
-            return vendor
-    raise ConfigError(f"unknown vendor {name!r}; known are: {', '.join(vendor.name for vendor in VENDORS)}.")
+    return find_row(VENDORS, name, "vendor")

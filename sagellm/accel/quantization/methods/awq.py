@@ -1,7 +1,8 @@
 """AWQ: 4 bits, with the inputs that matter most scaled up in the weights before they are rounded.
 
-Lin et al., "AWQ: Activation-aware Weight Quantization" (arXiv 2306.00978). LMDeploy's `lite` has the method too, without the
-scales of grouped value heads and without clipping, and reads its texts from a hub.
+Lin et al., "AWQ: Activation-aware Weight Quantization" (arXiv 2306.00978). The paper rounds to the nearest level, and says that
+GPTQ's rounding goes with its scales. LMDeploy's `lite` has the method too, without the scales of grouped value heads and
+without clipping, and reads its texts from a hub.
 """
 
 from typing import Any
@@ -11,11 +12,14 @@ from torch import nn
 
 from sagellm.accel.quantization.base import BaseQuantizer
 from sagellm.accel.quantization.groups import awq_tensors, choose_grid, error_of
+from sagellm.accel.quantization.input_order import InputOrder
 from sagellm.accel.quantization.layers import Producer, Site, producer_of
 from sagellm.accel.quantization.profile import QuantizationProfile, Quantized
 from sagellm.accel.quantization.sizes import allow_group, check_group
+from sagellm.core.errors import QuantizationError
 
 BITS = 4
+ROUNDINGS = ("gptq", "nearest")
 RATIOS = [step / 20 for step in range(20)]  # of the inputs' size in a scale
 
 
@@ -25,18 +29,22 @@ class Awq(BaseQuantizer):
     Args:
         group_size: inputs that share a scale: 32, 64 or 128.
         head_bits: as `BaseQuantizer`.
+        rounding: "gptq" makes up for each input's error in the inputs after it; "nearest" is the paper's.
     """
 
     name = "awq"
     needs_calibration = has_whole_groups = True
 
-    def __init__(self, group_size: int = 64, head_bits: int = 8) -> None:
+    def __init__(self, group_size: int = 64, head_bits: int = 8, rounding: str = "gptq") -> None:
         super().__init__(head_bits)
         self.group_size = allow_group("AWQ", group_size)
+        if rounding not in ROUNDINGS:
+            raise QuantizationError(f"rounding is {rounding!r}; AWQ takes {' or '.join(ROUNDINGS)}.")
+        self.rounding = rounding
 
     def profile(self) -> QuantizationProfile:
         return QuantizationProfile(
-            method=self.name, weight_bits=BITS, group_size=self.group_size, head_bits=self.head_bits
+            method=self.name, weight_bits=BITS, group_size=self.group_size, head_bits=self.head_bits, rounding=self.rounding
         )
 
     def settings(self) -> dict[str, Any]:
@@ -55,9 +63,10 @@ class Awq(BaseQuantizer):
                 site.rescale(scales)
         found = {}
         for site in sites:
+            order = InputOrder(site.gram) if self.rounding == "gptq" else None
             for name, linear in site.linears.items():
                 grid = choose_grid(linear.weight, BITS, self.group_size, gram=site.gram)
-                levels = grid.levels(linear.weight)
+                levels = grid.levels(linear.weight) if order is None else order.levels(linear.weight, grid)
                 found[name] = Quantized(awq_tensors(levels, grid), grid.values(levels))
         return found
 

@@ -37,7 +37,7 @@ class Fp8(BaseQuantizer):
     def profile(self) -> QuantizationProfile:
         # LMDeploy's kernels round inputs to 8 bits; the CPU device multiplies them as they are.
         return QuantizationProfile(
-            method=self.name, weight_bits=8, group_size=0 if self.per_channel else FP8_BLOCK, symmetric=True,
+            method=self.name, weight_bits=8, group_size=0 if self.per_channel else FP8_BLOCK, symmetric=True, rounding="gptq",
             head_bits=self.head_bits,
         )  # fmt: skip
 

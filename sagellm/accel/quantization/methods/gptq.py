@@ -38,7 +38,7 @@ class Gptq(BaseQuantizer):
 
     def profile(self) -> QuantizationProfile:
         return QuantizationProfile(
-            method=self.name, weight_bits=self.bits, group_size=self.group_size, head_bits=self.head_bits
+            method=self.name, weight_bits=self.bits, group_size=self.group_size, head_bits=self.head_bits, rounding="gptq"
         )
 
     def settings(self) -> dict[str, Any]:
@@ -56,11 +56,7 @@ class Gptq(BaseQuantizer):
             for name, linear in site.linears.items():
                 check_group(name, linear.in_features, self.group_size)
                 grid = choose_grid(linear.weight, self.bits, self.group_size, gram=site.gram)
-
-                def nearest(at: int, column: torch.Tensor, grid: Grid = grid) -> torch.Tensor:
-                    return grid.of_group(at // self.group_size).rounded(column)
-
-                levels = grid.levels(order.rounded(linear.weight, nearest))
+                levels = order.levels(linear.weight, grid)
                 tensors = awq_tensors(levels, grid) if self.bits == 4 else _gptq_tensors(levels, grid)
                 found[name] = Quantized(tensors, grid.values(levels))
         return found

@@ -14,6 +14,7 @@ RULES = {
     "raises_nothing": "raises at nothing that it is told or asked",
     "answers": "answers one list of whole numbers for each ask",
     "limits": "guesses no more than the limit of each ask",
+    "shape": "guesses no tree where it `takes_shape` and is asked for a list",
     "vocabulary": "guesses tokens that there are",
     "lookahead": "keeps a lookahead that makes sense",
     "quiet": "keeps a `quiet` that makes sense, and guesses the same whether it is told of quiet steps at once or late",

@@ -10,7 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from sagellm.accel.speculative.base import MAX_LOOKAHEAD, MAX_QUIET, Ask, SpeculativeStrategy, StepOutcome, Verdict
+from sagellm.accel.speculative.base import (
+    MAX_LOOKAHEAD,
+    MAX_QUIET,
+    Ask,
+    Draw,
+    SpeculativeStrategy,
+    StepOutcome,
+    Verdict,
+)
 from sagellm.accel.speculative.contract.small_model import BLOCK_SIZE, VOCAB_SIZE, SmallTarget
 from sagellm.accel.speculative.tree import Draft, DraftTree
 from sagellm.core.contract import Broke, Played, Report, Scenario
@@ -142,7 +150,11 @@ class Play:
         held = self._blocks.setdefault(request, [])
         while len(held) * BLOCK_SIZE < len(tokens) + limit:
             held.append(self._free.pop(-self._draw.randint(1, min(NUM_NEAR, len(self._free)))))
-        return Ask(request, _array(tokens), limit, _array(held))
+        tree = self._draw.choice((None, False, True)) if self._strategy.takes_shape else None
+        draw = None
+        if self._strategy.takes_draws and request % 3:
+            draw = Draw([self._draw.choice((0.25, 0.5, 0.75)) for _ in range(limit + 1)], (0.7, 0, 1.0, 0.0))
+        return Ask(request, _array(tokens), limit, _array(held), tree, draw)
 
     def _give_back(self, request: int) -> None:
         self._free += self._blocks.pop(request, ())
@@ -175,7 +187,7 @@ class Play:
         raise Broke
 
     def _judged(self, asks: tuple[Ask, ...], answers: Any) -> list[Draft]:
-        self.seen |= {"answers", "limits", "vocabulary"}
+        self.seen |= {"answers", "limits", "shape", "vocabulary"}
         try:
             lists = [answer if isinstance(answer, DraftTree) else [index(token) for token in answer] for answer in answers]
         except TypeError as error:
@@ -189,6 +201,8 @@ class Play:
         for ask, guesses in zip(asks, lists, strict=True):
             if len(guesses) > ask.limit:
                 self._report("limits", f"{len(guesses)} guesses where {ask.limit} were allowed; give no more.")
+            if ask.tree is False and isinstance(guesses, DraftTree):
+                self._report("shape", "a tree where a list was wanted; look at `tree` of each ask, or leave `takes_shape` off.")
             if odd := [token for token in guesses if not 0 <= token < VOCAB_SIZE]:
                 self._report("vocabulary", f"token {odd[0]}; the vocabulary has 0 to {VOCAB_SIZE - 1}.")
         return [

@@ -4,7 +4,6 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 from sagellm.accel.speculative.planning.probe import WARM_UP, ProbeStrategy
 from sagellm.accel.speculative.planning.table import LatencyTable
 from sagellm.core.errors import SpeculationError
+from sagellm.core.packages import version_of
 
 __all__ = ["PROBE", "machine_facts", "profile", "tokens_needed"]
 
@@ -81,16 +81,9 @@ def machine_facts() -> dict[str, Any]:
         names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
         processor = names[0] if names else processor
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    versions = {name: _version(name) for name in PACKAGES}
+    versions = {name: version_of(name) for name in PACKAGES}
     load = os.getloadavg()[0]
     return {"processor": processor, "cores": cores, "load_at_start": load, "versions": versions, "commit": _commit()}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _commit() -> str | None:

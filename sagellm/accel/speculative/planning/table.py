@@ -2,12 +2,12 @@
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from sagellm.core import cached_folder
 from sagellm.core.errors import SpeculationError
 
 __all__ = ["LatencyTable", "read_table", "write_whole"]
@@ -64,12 +64,9 @@ class LatencyTable(NamedTuple):
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file in place of what was there, at once. Raises SpeculationError: it cannot be written."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        part.write_text(text)
-        part.replace(path)
+        cached_folder.write_whole(path, text)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise SpeculationError(f"cannot write {path}: {error.strerror}; name a file that can be written.") from None
 
 

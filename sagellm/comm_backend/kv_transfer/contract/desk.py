@@ -69,6 +69,13 @@ class Desk(Witness):
         self._owners.append(owner)
         return owner
 
+    def pair(self, layout: KVLayout, **values: Any) -> tuple[KVTransferChannel, OwnerProcess]:
+        """A channel that is connected to an owner of the same layout, its peer `p`."""
+        with self.held("builds"):
+            channel, owner = self.channel(layout, **values), self.owner(layout)
+            channel.connect("p", [owner.endpoint], timeout_s=FINE_S)
+        return channel, owner
+
     def plan(self, src: Sequence[int], dst: Sequence[int], num_tokens: int, **values: Any) -> TransferPlan:
         values = {"transfer_id": "t", "source": "p", "timeout_s": FINE_S} | values
         return TransferPlan(block_ids=tuple(src), target_blocks=tuple(dst), num_tokens=num_tokens, **values)

@@ -25,16 +25,18 @@ def _large() -> KVLayout:
     return layout_of(num_blocks=128, block_size=64, num_layers=8, parts=parts)
 
 
-def _pair(desk: Desk, layout: KVLayout, **values: Any) -> tuple[KVTransferChannel, OwnerProcess]:
-    with desk.held("builds"):
-        channel, owner = desk.channel(layout, **values), desk.owner(layout)
-        channel.connect("p", [owner.endpoint], timeout_s=FINE_S)
-    return channel, owner
-
-
 def _all_blocks(desk: Desk, layout: KVLayout, **values: Any) -> TransferPlan:
     blocks = range(layout.num_blocks)
     return desk.plan(blocks, blocks, layout.num_blocks * layout.block_size, **values)
+
+
+def _begun(desk: Desk) -> tuple[KVTransferChannel, OwnerProcess, "_Transfer"]:
+    """A large transfer that is under way."""
+    channel, owner = desk.pair(layout := _large())
+    running = _Transfer(channel, _all_blocks(desk, layout), again=True)
+    while not running.is_over and not channel.report()["running"]:
+        pass
+    return channel, owner, running
 
 
 def _stays(desk: Desk, channel: KVTransferChannel, what: str) -> None:
@@ -77,7 +79,7 @@ class _Transfer:
 def deadlines(desk: Desk) -> None:
     """Too short ones; afterwards all goes on."""
     layout = _large()
-    channel, _ = _pair(desk, layout)
+    channel, _ = desk.pair(layout)
     for timeout_s in (1e-3, 1e-6):
         plan = _all_blocks(desk, layout, timeout_s=timeout_s)
         what = f"64 MiB within {timeout_s * 1e3:g} ms"
@@ -89,7 +91,7 @@ def deadlines(desk: Desk) -> None:
 
 def cancelling(desk: Desk) -> None:
     layout = _large()
-    channel, _ = _pair(desk, layout)
+    channel, _ = desk.pair(layout)
     with desk.held("cancel"):
         if channel.cancel("unknown"):
             desk.report("cancel", "cancel of an unknown transfer returned True.")
@@ -117,7 +119,7 @@ def cancelling(desk: Desk) -> None:
 def turns(desk: Desk) -> None:
     """Eight at once where two may run; all come to their end and to what is theirs."""
     layout = layout_of(num_blocks=64, block_size=64)
-    channel, _ = _pair(desk, layout, max_running=2)
+    channel, _ = desk.pair(layout, max_running=2)
     most = 0
     desk.seen.add("turns")
     for _ in range(5):
@@ -141,17 +143,13 @@ def turns(desk: Desk) -> None:
 
 def closing(desk: Desk) -> None:
     layout = layout_of()
-    channel, owner = _pair(desk, layout)
+    channel, owner = desk.pair(layout)
     with desk.held("peer_closed"):
         channel.transfer(desk.plan([1], [1], 4))
         owner.close_channel()
     plan = desk.plan([1], [2], 4, timeout_s=FINE_S)
     desk.refused("peer_closed", "transfer from a peer that has closed", partial(channel.transfer, plan), within_s=1)
-    large = _large()
-    channel, owner = _pair(desk, large)
-    running = _Transfer(channel, _all_blocks(desk, large), again=True)
-    while not running.is_over and not channel.report()["running"]:
-        pass
+    channel, owner, running = _begun(desk)
     with desk.held("closed"):
         channel.close()
         channel.close()
@@ -169,7 +167,7 @@ def closing(desk: Desk) -> None:
 def killing(desk: Desk) -> None:
     """Before, between and during transfers; and back again."""
     layout = layout_of()
-    channel, owner = _pair(desk, layout)
+    channel, owner = desk.pair(layout)
     with desk.held("peer_killed"):
         channel.transfer(desk.plan([1], [1], 4))
     owner.kill()
@@ -185,11 +183,7 @@ def killing(desk: Desk) -> None:
         plan = desk.plan([1, 2], [3, 4], 8)
         channel.transfer(plan)
     desk.expect_tokens("comes_back", channel, plan, layout, 2, "from a peer that has come back")
-    large = _large()
-    channel, owner = _pair(desk, large)
-    running = _Transfer(channel, _all_blocks(desk, large), again=True)
-    while not running.is_over and not channel.report()["running"]:
-        pass
+    channel, owner, running = _begun(desk)
     owner.kill()
     start = time.monotonic()
     while not running.is_over and time.monotonic() - start < FINE_S / 4:
@@ -205,7 +199,7 @@ def killing(desk: Desk) -> None:
 def stalling(desk: Desk) -> None:
     """A peer that stands still: done without it, or not in time."""
     layout = _large()
-    channel, owner = _pair(desk, layout)
+    channel, owner = desk.pair(layout)
     owner.stop()
     desk.seen.add("stalled")
     start, error = time.monotonic(), None

@@ -133,10 +133,7 @@ def _connect(channel: Any, endpoint: TransferEndpoint) -> None:
 
 
 def misuse(desk: Desk) -> None:
-    layout = layout_of()
-    with desk.held("builds"):
-        channel, owner = desk.channel(layout), desk.owner(layout)
-        channel.connect("p", [owner.endpoint], timeout_s=FINE_S)
+    channel, _ = desk.pair(layout_of())
     calls: dict[str, tuple[Callable[[], Any], str]] = {
         "an unknown peer": (lambda: channel.transfer(desk.plan([1], [1], 4, source="nobody")), "nobody"),
         "a block that the peer does not have": (lambda: channel.transfer(desk.plan([12], [1], 4)), "12"),
@@ -163,9 +160,7 @@ def misuse(desk: Desk) -> None:
 
 def checksums(desk: Desk) -> None:
     layout = layout_of()
-    with desk.held("builds"):
-        channel, owner = desk.channel(layout), desk.owner(layout)
-        channel.connect("p", [owner.endpoint], timeout_s=FINE_S)
+    channel, owner = desk.pair(layout)
     with desk.held("checksums"):
         found = owner.checksums([3, 7])
         right = []
@@ -187,9 +182,7 @@ def checksums(desk: Desk) -> None:
 def fresh_bytes(desk: Desk) -> None:
     """The owner's current bytes, however often it was read before."""
     layout = layout_of()
-    with desk.held("builds"):
-        channel, owner = desk.channel(layout), desk.owner(layout)
-        channel.connect("p", [owner.endpoint], timeout_s=FINE_S)
+    channel, owner = desk.pair(layout)
     for seed in (1, 2, 3):
         with desk.held("fresh"):
             owner.fill(seed)

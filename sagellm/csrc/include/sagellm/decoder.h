@@ -26,6 +26,8 @@ enum class Dtype { kFloat32, kBFloat16 };
 enum class Format {
   kPlain,    // numbers of the kernels' type
   kLevels4,  // levels 0 to 15
+  kLevels5,  // levels 0 to 31, in blocks of whole 32s
+  kLevels6,  // levels 0 to 63
   kLevels8,  // levels -128 to 127
   kFloat8,   // levels are floats of 8 bits (e4m3), divided by 256
 };
@@ -86,7 +88,8 @@ struct DecoderShape {
   // Ranks that split the layers. Heads and matrices are this rank's: `out` and `down` have a part of the inputs, and the other
   // matrices a part of the outputs. Each rank has `head.outputs` of the logits, one part after the other; the last may have less.
   int ranks = 1, rank = 0;
-  int logits = 0;  // of all ranks
+  int replicas = 1;  // adjacent ranks that have the same key head, where there are fewer key heads than ranks
+  int logits = 0;    // of all ranks
 };
 
 // A mixture of experts. Each token goes through the `top_k` ones that the softmax of the router's outputs prefers, and
@@ -129,19 +132,21 @@ struct PagedCache {
   std::uint8_t* codes = nullptr;
   // Sums of the keys of each block in units of 2^-`kKeySumBits`, [layers][blocks][key heads][head size]; null: nobody asks. They
   // are whole numbers, so it does not matter which thread adds first.
-  std::int64_t* key_sums = nullptr;
+  std::int32_t* key_sums = nullptr;
 };
-constexpr int kKeySumBits = 24;
+constexpr int kKeySumBits = 12;
 
 // Decode steps whose attention reads some blocks of a sequence. Each sequence has one new token.
 struct Sparse {
   enum class Weights {
     kNone,
     kBounds,  // estimates from the bounds of the block's keys
+    kSpread,  // the same, around their mean
     kCodes,   // estimates from its keys in 2 bits; a block that is not full is estimated by its bounds
     kExact,   // of attention to all keys
   };
-  // What there is to choose by in a layer.
+  // What there is to choose by in a layer. Where ranks split the model, a choice for all key heads gets those of all ranks, and
+  // a choice for a key head gets all of its queries.
   struct View {
     int layer;
     const float* queries;         // [sequences][heads][head size]
@@ -151,7 +156,8 @@ struct Sparse {
   std::vector<int> keep;  // blocks that each sequence reads; not fewer than it has: it reads all
   Weights weights = Weights::kNone;
   // With bounds: a block's estimate is the product with the middle of its bounds, and so much of the way to the largest
-  // product that a key inside of them can have.
+  // product that a key inside of them can have. With a spread: the product with the mean key, and so many times the root of
+  // the summed squares of the query's products with half of each range: a key's numbers go their own ways.
   float reach = 1.F;
   int whole_layers = 0;   // so many layers, the first ones, read all blocks
   bool by_head = false;   // a choice for each key head, else one for all of them

@@ -1,7 +1,7 @@
 // Attention of many query rows by products of bfloat16 pairs. For `kernels_impl.h` alone, which says what it is compiled for.
 //
 // Queries lie in the lanes of vectors and keys in rows. So keys are read where they are, and what softmax does with the scores of
-// a query is done for all of them side by side.
+// a query is done for all of them side by side. The matrix unit takes weights as rows: vectors turn them before they store them.
 #pragma once
 
 #include "attention_impl.h"
@@ -14,20 +14,21 @@ constexpr int kColumnVectors = 3;
 constexpr int kColumns = kColumnVectors * WIDTH;  // query rows that are computed together
 constexpr int kColumnKeys = 128;                  // keys in a round: their weights and values stay in the first-level cache
 constexpr int kRowsAtOnce = 8;
+constexpr int kPairedKeys = 2 * WIDTH;            // whose weights are made together
 
 // Up to kColumns query rows of a key head.
 struct Columns {
   int first, count;       // rows of the task
   std::int32_t* queries;  // pairs of numbers, [head size / 2][kColumns]
-  float* totals;          // [head size][kColumns]
+  float* totals;          // [head size][kColumns]; with the matrix unit [kColumns][head size]
   float *tops, *sums;     // [kColumns]
 };
 
 inline std::size_t attend_columns_bytes(int rows, int heads, int head_size) {
   const auto all = static_cast<std::size_t>(heads * ((rows + kColumns - 1) / kColumns) * kColumns);
   const auto size = static_cast<std::size_t>(padded(head_size, 2)), keys = static_cast<std::size_t>(kColumnKeys);
-  // queries, totals, tops and sums; scores; values in pairs, these in columns, and keys that are decoded
-  return all * size * 6 + all * 8 + keys * kColumns * 4 + keys * size * 6 + 9 * 64;
+  // queries, totals, tops and sums; scores and weights; values in pairs, and keys that are decoded
+  return all * size * 6 + all * 8 + keys * kColumns * 6 + keys * size * 4 + size * 4 + 10 * 64;
 }
 
 // out[row][lane] (+)= pairs of a row times pairs of the columns, for `steps` of them. The next row lies `stride` bytes on and the
@@ -66,86 +67,95 @@ inline void pair_up(const std::uint16_t* first, const std::uint16_t* second, std
   std::memcpy(to, pairs, sizeof(pairs));
 }
 
-// 2^x for x from -126 up to 0, within 8e-5 of it, where bfloat16 rounds by up to 4e-3: the best polynomial of the third degree
-// between -1/2 and 1/2.
-inline Vec rough_power_of_two(Vec x) {
-  const Vec magic = broadcast(12582912.f);
-  x = larger(x, broadcast(-126.f));
-  const Vec shifted = x + magic, rest = x - (shifted - magic);
-  Vec y = rest * 0.0551713f + 0.24261111f;
-  y = y * rest + 0.69326103f;
-  y = y * rest + 0.99992808f;
-  return as_float(as_bits(y) + ((as_bits(shifted) - as_bits(magic)) << 23));
+// Weights are cut to bfloat16, which takes off so much in the mean. They are made as much larger before.
+constexpr float kCutOff = 1.0028f;
+
+// kCutOff * 2^x for x up to 0, within 7e-4 of it, where bfloat16 is off by up to 8e-3; 0 below -127. `bits`: (x + 127) * 2^23.
+// For x = n + f the float with these bits is 2^n (1 + f). The best polynomial of the third degree makes 2^f of 1 + f.
+inline Vec rough_power_of_two(Vec bits) {
+  const auto positive = reinterpret_cast<Vec>(_mm512_maskz_max_ps(0xffff, reinterpret_cast<__m512>(bits), _mm512_setzero_ps()));
+  const IVec whole = __builtin_convertvector(positive, IVec);
+  const Vec mantissa = as_float((whole & 0x7fffff) | 0x3f800000);
+  Vec by = mantissa * (-0.10644571f * kCutOff) + 0.70747595f * kCutOff;
+  by = by * mantissa - 1.3773079f * kCutOff;
+  by = by * mantissa + 1.77561493f * kCutOff;
+  return as_float(whole) * by;
 }
 
-// Scores of keys from `begin` on, [count][kColumns], to weights in pairs of keys, [count / 2][kColumns], in place. What the
-// columns summed up before is scaled to their new maxima.
+// Which keys of a round, `count` of them from `begin` on, the columns see.
 template <int vectors>
-void weigh_columns(const Attend& task, const Columns& columns, float* scores, int begin, int count) {
-  constexpr float kLog2E = 1.44269504f;
-  const int first_token = columns.first / task.share, last_token = (columns.first + columns.count - 1) / task.share;
-  const bool all_seen = count % 2 == 0 && first_seen(task, last_token) <= begin && last_seen(task, first_token) >= begin + count;
-  const int even = padded(count, 2);
-  Vec top[vectors];
-  for (int v = 0; v < vectors; ++v) top[v] = broadcast(kNone);
-  if (all_seen && task.softcap == 0.f) {
-    for (int k = 0; k < even; ++k) {
-      for (int v = 0; v < vectors; ++v) top[v] = larger(top[v], load(scores + k * kColumns + v * WIDTH));
-    }
-  } else {
-    IVec first[vectors], last[vectors];
+struct Seen {
+  bool all;  // all of them, as they are
+  IVec first[vectors], last[vectors];
+
+  Seen(const Attend& task, const Columns& columns, int begin, int count) {
+    const auto token_of = [&](int lane) { return (columns.first + std::min(lane, columns.count - 1)) / task.share; };
+    all = count % kPairedKeys == 0 && task.softcap == 0.f && first_seen(task, token_of(columns.count - 1)) <= begin &&
+          last_seen(task, token_of(0)) >= begin + count;
+    if (all) return;
     for (int lane = 0; lane < vectors * WIDTH; ++lane) {
-      const int token = (columns.first + std::min(lane, columns.count - 1)) / task.share;
-      first[lane / WIDTH][lane % WIDTH] = first_seen(task, token) - begin;
-      last[lane / WIDTH][lane % WIDTH] = std::min(last_seen(task, token) - begin, count);
-    }
-    for (int k = 0; k < even; ++k) {
-      for (int v = 0; v < vectors; ++v) {
-        float* at = scores + k * kColumns + v * WIDTH;
-        Vec score = load(at);
-        if (task.softcap != 0.f) score = scaled(task, score);
-        score = ((first[v] <= k) & (last[v] > k)) ? score : broadcast(kNone);
-        store(at, score);
-        top[v] = larger(top[v], score);
-      }
+      first[lane / WIDTH][lane % WIDTH] = first_seen(task, token_of(lane)) - begin;
+      last[lane / WIDTH][lane % WIDTH] = std::min(last_seen(task, token_of(lane)) - begin, count);
     }
   }
-  const float unit = task.softcap == 0.f ? task.scale : 1.f, by = unit * kLog2E;
-  Vec offset[vectors], total[vectors]{};
+};
+
+// The largest scores of keys [from, end) of a round. Scores that are not seen become kNone.
+template <int vectors>
+void find_tops(const Attend& task, const Seen<vectors>& seen, float* scores, int from, int end, Vec (&tops)[vectors]) {
+  float* at = scores + from * kColumns;
+  if (seen.all) {
+    for (int k = from; k < end; k += 2, at += 2 * kColumns) {
+      for (int v = 0; v < vectors; ++v) {
+        tops[v] = larger(tops[v], larger(load(at + v * WIDTH), load(at + kColumns + v * WIDTH)));
+      }
+    }
+    return;
+  }
+  for (int k = from; k < end; ++k, at += kColumns) {
+    for (int v = 0; v < vectors; ++v) {
+      Vec score = load(at + v * WIDTH);
+      if (task.softcap != 0.f) score = scaled(task, score);
+      score = ((seen.first[v] <= k) & (seen.last[v] > k)) ? score : broadcast(kNone);
+      store(at + v * WIDTH, score);
+      tops[v] = larger(tops[v], score);
+    }
+  }
+}
+
+// Scores [count][kColumns] of a round to weights, by their largest ones. `count`: whole kPairedKeys. `shrink(v, by)` scales what
+// the columns of a vector have added up before to their new maxima. `put(k, v, pairs)` takes the weights of kPairedKeys keys from
+// k on, in pairs of keys.
+template <int vectors, class Shrink, class Put>
+void weigh_columns(const Attend& task, const Columns& columns, const float* scores, const Vec (&tops)[vectors], int count,
+                   Shrink shrink, Put put) {
+  constexpr float kLog2E = 1.44269504f, kOne = 1 << 23;
+  const float unit = task.softcap == 0.f ? task.scale : 1.f, by = unit * kLog2E * kOne;
+  const auto ones = reinterpret_cast<__m512bh>(_mm512_set1_epi32(0x3f803f80));
   for (int v = 0; v < vectors; ++v) {
-    const Vec before = load(columns.tops + v * WIDTH), now = larger(before, top[v] * unit);
-    store(columns.tops + v * WIDTH, now);
-    offset[v] = (now == broadcast(kNone) ? Vec{} : now) * kLog2E;
-    if (maximum(as_float((before != now) & as_bits(broadcast(1.f)))) == 0.f) continue;
-    const Vec shrink = before == now ? broadcast(1.f) : exponential(before - now);
-    store(columns.sums + v * WIDTH, load(columns.sums + v * WIDTH) * shrink);
-    for (int n = 0; n < task.head_size; ++n) {
-      float* of_number = columns.totals + n * kColumns + v * WIDTH;
-      store(of_number, load(of_number) * shrink);
+    const Vec before = load(columns.tops + v * WIDTH), now = larger(before, tops[v] * unit);
+    Vec total = load(columns.sums + v * WIDTH);
+    if (maximum(as_float((before != now) & as_bits(broadcast(1.f)))) != 0.f) {
+      const Vec less = before == now ? broadcast(1.f) : exponential(before - now);
+      total *= less;
+      shrink(v, less);
+      store(columns.tops + v * WIDTH, now);
     }
-  }
-  const IVec order = indices([](int i) { return i | (i + WIDTH) << 16; });
-  const auto each_pair = [&](auto weight_of) {
-    for (int k = 0; k < even; k += 2) {
-      for (int v = 0; v < vectors; ++v) {
-        const float* at = scores + k * kColumns + v * WIDTH;
-        const Vec one = weight_of(load(at), offset[v]), other = weight_of(load(at + kColumns), offset[v]);
-        total[v] += one;
-        total[v] += other;
-        const __m512bh both = _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(other), reinterpret_cast<__m512>(one));
-        const __m512i pairs = _mm512_permutexvar_epi16(reinterpret_cast<__m512i>(order), reinterpret_cast<__m512i>(both));
-        _mm512_storeu_si512(scores + k / 2 * kColumns + v * WIDTH, pairs);
+    const Vec offset = (127.f - (now == broadcast(kNone) ? Vec{} : now) * kLog2E) * kOne;
+    for (int k = 0; k < count; k += kPairedKeys) {
+      const float* at = scores + k * kColumns + v * WIDTH;
+      IVec pairs[WIDTH];
+#pragma GCC unroll 16
+      for (int i = 0; i < WIDTH; ++i) {
+        const Vec one = rough_power_of_two(load(at + 2 * i * kColumns) * by + offset),
+                  other = rough_power_of_two(load(at + (2 * i + 1) * kColumns) * by + offset);
+        pairs[i] = (as_bits(one) >> 16) | (as_bits(other) & static_cast<std::int32_t>(0xffff0000));
+        BFloat16Dot::add(total, reinterpret_cast<__m512bh>(pairs[i]), ones);
       }
+      put(k, v, pairs);
     }
-  };
-  if (all_seen) {
-    each_pair([&](Vec score, Vec from) { return rough_power_of_two(score * by - from); });
-  } else {
-    each_pair([&](Vec score, Vec from) {
-      return score == broadcast(kNone) ? Vec{} : rough_power_of_two(score * by - from);
-    });
+    store(columns.sums + v * WIDTH, total);
   }
-  for (int v = 0; v < vectors; ++v) store(columns.sums + v * WIDTH, load(columns.sums + v * WIDTH) + total[v]);
 }
 
 #ifdef MATRIX_UNIT
@@ -184,23 +194,45 @@ void multiply_columns_in_unit(const char* rows, std::size_t stride, const std::i
   if constexpr (vectors > 2) _tile_stored(2, out + 2 * WIDTH, kBytes);
 }
 
-// As `attend_round`. `values`: [head size][kColumnKeys / 2], pairs of tokens in whole kUnitPairs.
-template <int vectors>
+// As `attend_round`. Weights are turned to rows, so that pairs of values are multiplied as packed weights are. `values`: tiles
+// of kTile numbers, [head size / kTile][kColumnKeys / 2][kTile]; `pair(k)` puts those of kUnitRows keys there. Behind the scores
+// is room for the weights. Vectors work between products that need nothing of theirs: the processor does both at once.
+template <int vectors, class Pair>
 void attend_round_in_unit(const Attend& task, const Columns& columns, const char* const* key_rows, std::size_t key_stride,
-                          const std::int32_t* values, float* scores, int begin, int count) {
+                          const std::int32_t* values, float* scores, int begin, int count, Pair pair) {
+  const int size = task.head_size, whole = padded(count, kPairedKeys), tiles = size / kTile;
+  const Seen<vectors> seen(task, columns, begin, count);
+  Vec tops[vectors];
+  std::fill_n(tops, vectors, broadcast(kNone));
   written();
-  for (int k = 0; k < count; k += kUnitRows) {
-    multiply_columns_in_unit<vectors>(key_rows[k / kRowsAtOnce], key_stride, columns.queries, task.head_size / (2 * kUnitPairs),
-                                      scores + k * kColumns, false);
+  for (int k = 0; k < whole; k += kUnitRows) {
+    if (k < count) {
+      multiply_columns_in_unit<vectors>(key_rows[k / kRowsAtOnce], key_stride, columns.queries, size / (2 * kUnitPairs),
+                                        scores + k * kColumns, false);
+    }
+    pair(k);
+    if (k > 0) find_tops(task, seen, scores, k - kUnitRows, k, tops);
   }
-  weigh_columns<vectors>(task, columns, scores, begin, count);
-  const int pairs = padded(count, 2) / 2, steps = padded(pairs, kUnitPairs) / kUnitPairs;
-  std::fill(scores + pairs * kColumns, scores + steps * kUnitPairs * kColumns, 0.f);
-  written();
-  for (int n = 0; n < task.head_size; n += kUnitRows) {
-    multiply_columns_in_unit<vectors>(reinterpret_cast<const char*>(values + n * (kColumnKeys / 2)), kColumnKeys * 2,
-                                      reinterpret_cast<const std::int32_t*>(scores), steps, columns.totals + n * kColumns, true);
-  }
+  find_tops(task, seen, scores, whole - kUnitRows, whole, tops);
+  auto* weights = reinterpret_cast<std::uint16_t*>(scores + kColumnKeys * kColumns);  // [kColumns][kColumnKeys]
+  const auto add_values = [&](int v, int tile) {
+    const auto* of_tile = reinterpret_cast<const std::uint16_t*>(values) + tile * kTile * kColumnKeys;
+    multiply_in_unit<1>(weights + v * WIDTH * kColumnKeys, kColumnKeys * 2, of_tile, whole / kPairedKeys, kUnitPairs,
+                        columns.totals + v * WIDTH * size + tile * kTile, static_cast<std::size_t>(size) * 4, true);
+  };
+  const auto shrink = [&](int v, Vec by) {
+    for (int lane = 0; lane < WIDTH; ++lane) {
+      float* of_row = columns.totals + (v * WIDTH + lane) * size;
+      for (int n = 0; n < size; n += WIDTH) store(of_row + n, load(of_row + n) * by[lane]);
+    }
+  };
+  const auto put = [&](int k, int v, IVec (&pairs)[WIDTH]) {
+    transpose(pairs);
+    for (int i = 0; i < WIDTH; ++i) *reinterpret_cast<IVecAt*>(weights + (v * WIDTH + i) * kColumnKeys + k) = pairs[i];
+    for (int tile = tiles * k / whole; v > 0 && tile < tiles * (k + kPairedKeys) / whole; ++tile) add_values(v - 1, tile);
+  };
+  weigh_columns(task, columns, scores, tops, whole, shrink, put);
+  for (int tile = 0; tile < tiles; ++tile) add_values(vectors - 1, tile);
 }
 
 #endif
@@ -210,12 +242,26 @@ void attend_round_in_unit(const Attend& task, const Columns& columns, const char
 template <int vectors>
 void attend_round(const Attend& task, const Columns& columns, const char* const* key_rows, std::size_t key_stride,
                   const std::int32_t* values, float* scores, int begin, int count) {
-  const int size = task.head_size;
+  const int size = task.head_size, whole = padded(count, kPairedKeys);
   for (int k = 0; k < count; k += kRowsAtOnce) {
     multiply_columns<kRowsAtOnce, vectors, false>(key_rows[k / kRowsAtOnce], key_stride, columns.queries, padded(size, 2) / 2,
                                                   scores + k * kColumns, false);
   }
-  weigh_columns<vectors>(task, columns, scores, begin, count);
+  Vec tops[vectors];
+  std::fill_n(tops, vectors, broadcast(kNone));
+  find_tops(task, Seen<vectors>(task, columns, begin, count), scores, 0, whole, tops);
+  const auto shrink = [&](int v, Vec by) {
+    for (int n = 0; n < size; ++n) {
+      float* of_number = columns.totals + n * kColumns + v * WIDTH;
+      store(of_number, load(of_number) * by);
+    }
+  };
+  const auto put = [&](int k, int v, const IVec (&pairs)[WIDTH]) {  // over scores that are used up
+    for (int i = 0; i < WIDTH; ++i) {
+      *reinterpret_cast<IVecAt*>(scores + (k / 2 + i) * kColumns + v * WIDTH) = pairs[i];
+    }
+  };
+  weigh_columns(task, columns, scores, tops, whole, shrink, put);
   const int pairs = padded(count, 2) / 2;
   const std::size_t stride = static_cast<std::size_t>(size) * 4;
   int n = 0;
@@ -271,10 +317,10 @@ inline void attend_columns(const Attend& task, float* out, float* max, float* su
   auto* queries = parts.take<std::int32_t>(all * numbers / 2);
   auto* totals = parts.take<float>(all * numbers);
   auto *tops = parts.take<float>(all), *of_sums = parts.take<float>(all);
-  auto* scores = parts.take<float>(static_cast<std::size_t>(kColumnKeys * kColumns));
+  auto* scores = parts.take<float>(static_cast<std::size_t>(kColumnKeys * kColumns) * 3 / 2);  // and weights of bfloat16
   auto* values = parts.take<std::int32_t>(kColumnKeys / 2 * numbers);
-  [[maybe_unused]] auto* of_numbers = parts.take<std::int32_t>(kColumnKeys / 2 * numbers);  // values of a round by number
-  auto* decoded = parts.take<Number>(kColumnKeys * numbers);  // keys or values of a round that are not read in place
+  auto* decoded = parts.take<Number>(kColumnKeys * numbers);  // keys of a round that are not read in place
+  auto* of_pair = parts.take<Number>(2 * numbers);            // values of two tokens
   std::fill_n(totals, all * numbers, 0.f);
   std::fill_n(tops, all, kNone);
   std::fill_n(of_sums, all, 0.f);
@@ -308,33 +354,37 @@ inline void attend_columns(const Attend& task, float* out, float* max, float* su
   const auto attend_keys = [&](int head, int begin) {
     const int count = std::min(kColumnKeys, last - begin);
     const auto bytes_before = static_cast<std::size_t>(head) * head_bytes;
-    for (int k = 0; k < count; k += 2) {
-      const Number* tokens[2];
-      for (int i = 0; i < 2; ++i) {  // the weight of a token beyond the last one is 0
-        const int token = begin + std::min(k + i, count - 1);
-        tokens[i] = decoded + i * even_size;
-        if (is_plain)
-          tokens[i] = reinterpret_cast<const Number*>(slot(task, task.values, token) + bytes_before);
-        else
-          decode_token<BFloat16Dot>(task, task.values, task.value_scales, token, head, decoded + i * even_size);
-      }
-      auto* to = reinterpret_cast<Number*>(values + k / 2 * size);
-      int n = 0;
-      for (; n + kTile <= size; n += kTile) pair_up(tokens[0] + n, tokens[1] + n, to + 2 * n);
-      for (; n < size; ++n) {
-        to[2 * n] = tokens[0][n];
-        to[2 * n + 1] = tokens[1][n];
-      }
-    }
+    const auto pair_values = [&](int from, int end) {
+      const char* run = nullptr;  // of kRowsAtOnce tokens
+      for (int k = from; k < end; k += 2) {
+        const Number* tokens[2];
+        if (in_place && k % kRowsAtOnce == 0) run = slot(task, task.values, begin + k) + bytes_before;
+        for (int i = 0; i < 2; ++i) {  // the weight of a token beyond the last one is 0
+          const int token = std::min(k + i, count - 1);
+          tokens[i] = of_pair + i * even_size;
+          if (in_place)
+            tokens[i] = reinterpret_cast<const Number*>(run + static_cast<std::size_t>(token % kRowsAtOnce) * task.slot_stride);
+          else if (is_plain)
+            tokens[i] = reinterpret_cast<const Number*>(slot(task, task.values, begin + token) + bytes_before);
+          else
+            decode_token<BFloat16Dot>(task, task.values, task.value_scales, begin + token, head, of_pair + i * even_size);
+        }
 #ifdef MATRIX_UNIT
-    if (in_unit) {
-      const int pairs = padded(count, 2) / 2, whole = padded(pairs, kUnitPairs);
-      std::fill(values + pairs * size, values + whole * size, 0);
-      for (int pair = 0; pair < whole; pair += kUnitPairs) {
-        turn(values + pair * size, row_bytes * 2, kUnitPairs, size, of_numbers + pair, kColumnKeys * 2, kUnitPairs);
-      }
-    }
+        if (in_unit) {
+          auto* tile = reinterpret_cast<Number*>(values) + k * kTile;
+          for (int n = 0; n < size; n += kTile) pair_tokens(tokens[0] + n, tokens[1] + n, tile + n * kColumnKeys);
+          continue;
+        }
 #endif
+        auto* to = reinterpret_cast<Number*>(values + k / 2 * size);
+        int n = 0;
+        for (; n + kTile <= size; n += kTile) pair_up(tokens[0] + n, tokens[1] + n, to + 2 * n);
+        for (; n < size; ++n) {
+          to[2 * n] = tokens[0][n];
+          to[2 * n + 1] = tokens[1][n];
+        }
+      }
+    };
     const char* key_rows[kColumnKeys / kRowsAtOnce];
     for (int k = 0; k < count; ++k) {
       const bool is_first = k % kRowsAtOnce == 0;
@@ -350,16 +400,35 @@ inline void attend_columns(const Attend& task, float* out, float* max, float* su
         decode_key<BFloat16Dot>(task, begin + k, head, to);
       if (size < even_size) to[size] = 0;
     }
+    const std::size_t key_stride = in_place ? task.slot_stride : row_bytes;
+    bool is_paired = false;
     for (int group = 0; group < groups; ++group) {
       const Columns columns = columns_of(head, group);
       const int first_token = columns.first / task.share, last_token = (columns.first + columns.count - 1) / task.share;
       if (last_seen(task, last_token) <= begin || first_seen(task, first_token) >= begin + count) continue;
       const int vectors = (columns.count + WIDTH - 1) / WIDTH;
-      auto attend = vectors == 3 ? attend_round<3> : vectors == 2 ? attend_round<2> : attend_round<1>;
 #ifdef MATRIX_UNIT
-      if (in_unit) attend = vectors == 3 ? attend_round_in_unit<3> : vectors == 2 ? attend_round_in_unit<2> : attend_round_in_unit<1>;
+      if (in_unit) {
+        const auto pair = [&](int k) {
+          if (is_paired) return;
+          pair_values(k, std::min(k + kUnitRows, count));
+          for (int n = 0; n < size && k + kUnitRows > count; n += kTile) {  // weights of 0 must not meet infinity
+            std::int32_t* tile = values + n * (kColumnKeys / 2);
+            std::fill(tile + std::max(k, padded(count, 2)) / 2 * kTile, tile + (k + kUnitRows) / 2 * kTile, 0);
+          }
+        };
+        const auto attend = vectors == 3   ? attend_round_in_unit<3, decltype(pair)>
+                            : vectors == 2 ? attend_round_in_unit<2, decltype(pair)>
+                                           : attend_round_in_unit<1, decltype(pair)>;
+        attend(task, columns, key_rows, key_stride, values, scores, begin, count, pair);
+        is_paired = true;
+        continue;
+      }
 #endif
-      attend(task, columns, key_rows, in_place ? task.slot_stride : row_bytes, in_unit ? of_numbers : values, scores, begin, count);
+      if (!is_paired) pair_values(0, count);
+      is_paired = true;
+      const auto attend = vectors == 3 ? attend_round<3> : vectors == 2 ? attend_round<2> : attend_round<1>;
+      attend(task, columns, key_rows, key_stride, values, scores, begin, count);
     }
   };
   each_round(task, first, last, kColumnKeys, head_bytes, attend_keys);
@@ -369,10 +438,18 @@ inline void attend_columns(const Attend& task, float* out, float* max, float* su
       const Columns columns = columns_of(head, group);
       std::copy_n(columns.tops, columns.count, max + of_head + columns.first);
       std::copy_n(columns.sums, columns.count, sums + of_head + columns.first);
+      float* of_group = out + of_head + columns.first * size;
+#ifdef MATRIX_UNIT
+      if (in_unit) {
+        std::copy_n(columns.totals, columns.count * size, of_group);
+        interleave<kUnitRun>(of_group, columns.count * size);
+        continue;
+      }
+#endif
       for (int n = 0; n < size; n += WIDTH) {
         for (int lane = 0; lane < columns.count; lane += WIDTH) {
           turn(columns.totals + n * kColumns + lane, kColumns * 4, std::min(WIDTH, size - n), std::min(WIDTH, columns.count - lane),
-               out + of_head + (columns.first + lane) * size + n, static_cast<std::size_t>(size) * 4, std::min(WIDTH, size - n));
+               of_group + lane * size + n, static_cast<std::size_t>(size) * 4, std::min(WIDTH, size - n));
         }
       }
     }

@@ -193,22 +193,20 @@ inline Vec add_up(Vec (&values)[WIDTH]) {
   return values[0];
 }
 
-// Turns `size` rows of as many words into columns; where vectors hold several such squares, each by itself.
-template <int size>
-void transpose(IVec (&rows)[size]) {
-  for (int step = size / 2; step > 0; step /= 2) {
-    IVec low, high;
-    for (int i = 0; i < WIDTH; ++i) {
-      low[i] = (i & step) ? WIDTH + i - step : i;
-      high[i] = (i & step) ? WIDTH + i : i + step;
-    }
-    for (int i = 0; i < size; ++i) {
-      if (i & step) continue;
-      const IVec a = rows[i], b = rows[i + step];
-      rows[i] = __builtin_shuffle(a, b, low);
-      rows[i + step] = __builtin_shuffle(a, b, high);
-    }
+// Turns `size` rows of as many words into columns; where vectors hold several such squares, each by itself. The shuffles are
+// constants, and the rows stay in registers.
+template <int size, int step = size / 2>
+[[gnu::always_inline]] inline void transpose(IVec (&rows)[size]) {
+  const IVec low = indices([](int i) { return (i & step) ? WIDTH + i - step : i; });
+  const IVec high = indices([](int i) { return (i & step) ? WIDTH + i : i + step; });
+#pragma GCC unroll 16
+  for (int i = 0; i < size; ++i) {
+    if (i & step) continue;
+    const IVec a = rows[i], b = rows[i + step];
+    rows[i] = __builtin_shuffle(a, b, low);
+    rows[i + step] = __builtin_shuffle(a, b, high);
   }
+  if constexpr (step > 1) transpose<size, step / 2>(rows);
 }
 
 // Keys [kTile][words] of 4 bytes to a tile, [words][kTile].
@@ -264,21 +262,22 @@ void add_values(int num_rows, const typename T::Input* weights, std::size_t wide
   }
 }
 
-// Reads the keys or values of a task's tokens into the second-level cache. Four runs in turn, by loads which the
-// processor's own prefetcher follows, reach the speed of memory. One run, software prefetches, or the order in which
-// `score_keys` reads reach half of it.
-inline void read_ahead(const Attend& task, const char* cache, std::size_t slot_bytes) {
+// Reads the keys or values of a task's tokens into the second-level cache: all of them, or number `part` of `parts`. Four runs
+// in turn, by loads which the processor's own prefetcher follows, reach the speed of memory. One run, software prefetches, or
+// the order in which `score_keys` reads reach half of it.
+inline void read_ahead(const Attend& task, const char* cache, std::size_t slot_bytes, int part = 0, int parts = 1) {
   constexpr int kRun = kSplit / 4;
   const auto touch = [](const char* at) { static_cast<void>(*static_cast<const volatile char*>(at)); };
   if (slot_bytes == task.slot_stride && task.end - task.begin == kSplit && (1 << task.block_shift) >= kRun) {
     const char* runs[4];
     for (int run = 0; run < 4; ++run) runs[run] = slot(task, cache, task.begin + run * kRun);
-    for (std::size_t byte = 0; byte < kRun * slot_bytes; byte += 64) {
-      for (const char* run : runs) touch(run + byte);
+    const int lines = kRun * static_cast<int>(slot_bytes) / 64;
+    for (int line = lines * part / parts; line < lines * (part + 1) / parts; ++line) {
+      for (const char* run : runs) touch(run + line * 64);
     }
     return;
   }
-  for (int first = task.begin; first < task.begin + kRun; ++first) {
+  for (int first = task.begin + kRun * part / parts; first < task.begin + kRun * (part + 1) / parts; ++first) {
     for (int token = first; token < task.end; token += kRun) {
       const char* at = slot(task, cache, token);
       for (std::size_t byte = 0; byte < slot_bytes; byte += 64) touch(at + byte);
@@ -289,17 +288,27 @@ inline void read_ahead(const Attend& task, const char* cache, std::size_t slot_b
 // Calls work(head, begin) for rounds of so many keys from `first` on, a split of keys for all heads before the next one.
 template <class F>
 void each_round(const Attend& task, int first, int last, int round, std::size_t head_bytes, F work) {
-  for (int split = first; split < last; split += kSplit) {
-    const int end = std::min(split + kSplit, last);
-    if (task.heads > 1) {  // the heads of a token lie side by side: memory is read in one run
-      Attend ahead = task;
-      ahead.begin = split;
-      ahead.end = end;
-      read_ahead(ahead, task.keys, static_cast<std::size_t>(task.heads) * head_bytes);
-      read_ahead(ahead, task.values, static_cast<std::size_t>(task.heads) * head_bytes);
-    }
+  Attend split = task;
+  const auto read = [&](int part, int parts) {  // the heads of a token lie side by side: memory is read in one run
+    if (task.heads == 1 || split.begin >= last) return;
+    read_ahead(split, task.keys, static_cast<std::size_t>(task.heads) * head_bytes, part, parts);
+    read_ahead(split, task.values, static_cast<std::size_t>(task.heads) * head_bytes, part, parts);
+  };
+  const auto go_to = [&](int begin) {
+    split.begin = begin;
+    split.end = std::min(begin + kSplit, last);
+  };
+  go_to(first);
+  read(0, 1);
+  while (split.begin < last) {
+    const int from = split.begin, end = split.end, parts = task.heads * ((end - from + round - 1) / round);
+    go_to(end);
+    int part = 0;
     for (int head = 0; head < task.heads; ++head) {
-      for (int begin = split; begin < end; begin += round) work(head, begin);
+      for (int begin = from; begin < end; begin += round) {
+        read(part++, parts);  // of the next split, while this one is computed
+        work(head, begin);
+      }
     }
   }
 }

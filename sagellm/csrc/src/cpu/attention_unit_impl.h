@@ -71,15 +71,6 @@ Lines lines_of(const Attend& task, const char* cache, int head, bool are_adjacen
   return {buffer, bytes};
 }
 
-// kUnitPart numbers of two tokens to pairs, in the order that `in_order` undoes.
-inline void pair_tokens(const char* first, const char* second, std::uint16_t* to) {
-  for (int v = 0; v < 2; ++v) {
-    const __m512i a = _mm512_loadu_si512(first + v * 64), b = _mm512_loadu_si512(second + v * 64);
-    _mm512_storeu_si512(to + v * 64, _mm512_unpacklo_epi16(a, b));
-    _mm512_storeu_si512(to + v * 64 + 32, _mm512_unpackhi_epi16(a, b));
-  }
-}
-
 // As `attend_few`, of a plain cache of bfloat16.
 inline void attend_in_unit(const Attend& task, float* out, float* max, float* sums, char* scratch) {
   const int rows = task.tokens * task.share, size = task.head_size, count = task.end - task.begin;
@@ -140,6 +131,7 @@ inline void attend_in_unit(const Attend& task, float* out, float* max, float* su
       put_scores(columns, results + kUnitRows * columns, from, to, scores_of(head) + i + kUnitRows, wide);
     };
     for (int i = 0; i < wide; i += kUnitKeys) {
+      read_ahead(task, task.values, slot_bytes, i / kUnitKeys, wide / kUnitKeys);  // while keys are multiplied
       for (int head = 0; head < task.heads; ++head) {
         if (!differ(i, kUnitKeys)) score(head, i, -1);
         for (int t = 0; differ(i, kUnitKeys) && t < task.tokens; ++t) score(head, i, t);
@@ -147,7 +139,6 @@ inline void attend_in_unit(const Attend& task, float* out, float* max, float* su
     }
   }
 
-  read_ahead(task, task.values, slot_bytes);
   for (int head = 0; head < task.heads; ++head) {
     weigh_rows<BFloat16Dot>(task, rows, scores_of(head), wide, result(max, head), result(sums, head));
   }
@@ -164,6 +155,7 @@ inline void attend_in_unit(const Attend& task, float* out, float* max, float* su
           for (int j = 0; j < kUnitRows; j += 2, to += 2 * kUnitPart) {
             const char* value = values.at + static_cast<std::size_t>(j) * values.stride + part * 2;
             pair_tokens(value, value + values.stride, to);
+            pair_tokens(value + 2 * kTile, value + values.stride + 2 * kTile, to + 2 * kTile);
           }
         }
       };

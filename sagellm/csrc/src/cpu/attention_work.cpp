@@ -44,8 +44,9 @@ AttentionWork::AttentionWork(const PagedCache& cache, const DecoderStep& step, c
     const Sparse::Weights weights = step.sparse->weights;
     const bool has_bounds = cache.bounds != nullptr;
     if ((weights == Sparse::Weights::kBounds && !has_bounds) ||
+        (weights == Sparse::Weights::kSpread && !(has_bounds && cache.key_sums != nullptr)) ||
         (weights == Sparse::Weights::kCodes && !(has_bounds && cache.codes != nullptr))) {
-      throw std::invalid_argument("the cache has no bounds or codes of keys to choose blocks by");
+      throw std::invalid_argument("the cache has no bounds, means or codes of keys to choose blocks by");
     }
   }
   if (cache.codes != nullptr) {
@@ -277,7 +278,7 @@ void AttentionWork::commit_weighed(int chunk, const char* local) {
   std::copy_n(reinterpret_cast<const float*>(local), choice_.weights_of_sequence(), choice_.weights_of(chunk));
 }
 
-void AttentionWork::choose(int layer) {
+void AttentionWork::choose(int layer, Exchange* ranks) {
   std::vector<float> queries;
   if (choice_.wants_queries()) {
     const Size numbers = size(num_tokens_ * head_numbers());
@@ -286,8 +287,24 @@ void AttentionWork::choose(int layer) {
       std::memcpy(queries.data(), memory_.queries, numbers * 4);
     else
       kernels_.from_weight(memory_.queries, static_cast<int>(numbers), queries.data());
+    if (ranks != nullptr) queries = queries_of_ranks(queries, *ranks);
   }
-  choice_.choose(layer, queries.data());
+  choice_.choose(layer, queries.data(), ranks);
+}
+
+// [tokens][heads][head size] of the ranks that a choice depends on, from this rank's.
+std::vector<float> AttentionWork::queries_of_ranks(const std::vector<float>& own, Exchange& ranks) const {
+  const Size numbers = size(head_numbers()), all = numbers * size(shape_.ranks), wanted = numbers * size(choice_.num_ranks());
+  std::vector<float> gathered(size(num_tokens_) * all), found(size(num_tokens_) * wanted);
+  for (Size i = 0; i < size(num_tokens_); ++i) {
+    std::copy_n(own.data() + i * numbers, numbers, gathered.data() + i * all + size(shape_.rank) * numbers);
+  }
+  ranks.gather(gathered.data(), size(num_tokens_), all, numbers);
+  for (Size i = 0; i < size(num_tokens_); ++i) {
+    const float* from = gathered.data() + i * all + size(choice_.first_rank()) * numbers;
+    std::copy_n(from, wanted, found.data() + i * wanted);
+  }
+  return found;
 }
 
 void AttentionWork::estimate(int layer, int chunk, char* local) const {

@@ -54,7 +54,8 @@ class AttentionWork {
   // Blocks that decoding sequences read.
   void weigh(int layer, int chunk, char* local) const;
   void commit_weighed(int chunk, const char* local);
-  void choose(int layer);
+  bool chooses_jointly() const { return choice_.is_joint(); }
+  void choose(int layer, Exchange* ranks);  // null where it chooses alone; throws what the exchange throws
   // Blocks that tiles of prompts read.
   void estimate(int layer, int chunk, char* local) const;
   void commit_estimated(int chunk, const char* local);
@@ -76,6 +77,7 @@ class AttentionWork {
   Size weights_bytes() const { return (size(shape_.kv_heads * table_width_) * 4 + 63) / 64 * 64; }
   Size gathered_query_bytes(const AttentionTask& task) const;
   Attend attend_of(const AttentionTask& task, int layer) const;
+  std::vector<float> queries_of_ranks(const std::vector<float>& own, Exchange& ranks) const;
   char* gather_queries(const AttentionPlan& plan, const AttentionTask& task, char* to) const;
   void commit_shared(const AttentionPlan& plan, const AttentionTask& task, const char* local);
   void store_attended(int row, int tokens, int head, const float* from);

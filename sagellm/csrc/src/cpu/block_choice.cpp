@@ -20,6 +20,13 @@ std::string wrong_with(const std::int64_t* positions, int keep, int blocks) {
   return positions[keep - 1] == blocks - 1 ? "" : "the last block of a sequence is not the last one chosen";
 }
 
+// A sum of numbers that are too large for it stays at its end.
+std::int32_t added(std::int32_t sum, float key) {
+  using Limits = std::numeric_limits<std::int32_t>;
+  const double found = sum + std::nearbyint(std::ldexp(static_cast<double>(key), kKeySumBits));
+  return static_cast<std::int32_t>(std::clamp<double>(found, Limits::min(), Limits::max()));
+}
+
 }  // namespace
 
 KeySummary KeyBounds::of_head(int layer, int head) const {
@@ -27,6 +34,10 @@ KeySummary KeyBounds::of_head(int layer, int head) const {
   const Size blocks = size(layer) * size(cache_.num_blocks);
   found.bounds = cache_.bounds + blocks * stride() + size(2 * head * shape_.head_size);
   found.bounds_stride = stride();
+  if (cache_.key_sums != nullptr) {
+    found.sums = cache_.key_sums + blocks * stride() / 2 + size(head * shape_.head_size);
+    found.sums_stride = stride() / 2;
+  }
   if (has_codes()) {
     found.codes = codes_of(layer, 0) + size(head) * code_bytes();
     found.codes_stride = size(shape_.kv_heads) * code_bytes();
@@ -65,8 +76,8 @@ void KeyBounds::add(int layer, std::int64_t block, const float* keys) {
   const std::lock_guard lock(mutex_);
   const Size number = size(layer) * size(cache_.num_blocks) + size(static_cast<int>(block));
   if (cache_.key_sums != nullptr) {
-    std::int64_t* sums = cache_.key_sums + number * stride() / 2;
-    for (int i = 0; i < shape_.kv_heads * shape_.head_size; ++i) sums[i] += std::llround(std::ldexp(keys[i], kKeySumBits));
+    std::int32_t* sums = cache_.key_sums + number * stride() / 2;
+    for (int i = 0; i < shape_.kv_heads * shape_.head_size; ++i) sums[i] = added(sums[i], keys[i]);
   }
   if (cache_.bounds == nullptr) return;
   float* low = cache_.bounds + number * stride();
@@ -81,12 +92,14 @@ void KeyBounds::add(int layer, std::int64_t block, const float* keys) {
 
 BlockChoice::BlockChoice(std::shared_ptr<const Sparse> sparse, const AttentionPlan& plan, const DecoderShape& shape,
                          int table_width)
-    : sparse_(std::move(sparse)), sequences_(plan.sequences), heads_(shape.kv_heads), table_width_(table_width) {
+    : sparse_(std::move(sparse)), sequences_(plan.sequences), shape_(shape), heads_(shape.kv_heads), table_width_(table_width) {
   if (sparse_ == nullptr || std::none_of(sequences_.begin(), sequences_.end(), is_partly_read)) return;
   most_ = *std::max_element(sparse_->keep.begin(), sparse_->keep.end());
   chosen_.assign(sequences_.size() * size(choices() * most_), 0);  // blocks of the cache at any time
   positions_.resize(chosen_.size());
-  if (sparse_->weights != Sparse::Weights::kNone) weights_.resize(sequences_.size() * weights_of_sequence());
+  if (sparse_->weights == Sparse::Weights::kNone) return;
+  weights_.resize(sequences_.size() * size(num_rows() * table_width_));
+  if (is_joint()) gathered_.resize(sequences_.size() * size(shape_.ranks) * weights_of_sequence());
 }
 
 KeySummary BlockChoice::summary(const KeyBounds& bounds, int layer, int head) const {
@@ -94,11 +107,31 @@ KeySummary BlockChoice::summary(const KeyBounds& bounds, int layer, int head) co
   if (sparse_->weights == Sparse::Weights::kExact) return found;
   found = bounds.of_head(layer, head);
   found.reach = sparse_->reach;
-  if (sparse_->weights == Sparse::Weights::kBounds) found.codes = nullptr;
+  if (sparse_->weights != Sparse::Weights::kCodes) found.codes = nullptr;
+  if (sparse_->weights != Sparse::Weights::kSpread) found.sums = nullptr;
   return found;
 }
 
-void BlockChoice::choose(int layer, const float* queries) {
+// Weights that ranks give to the same key head are added up in their order.
+void BlockChoice::join_weights(Exchange& ranks) {
+  const int own = heads_ * table_width_, rows = num_rows(), replicas = shape_.replicas;
+  ranks.gather(gathered_.data(), sequences_.size(), size(own * shape_.ranks), size(own));
+  for (int s = 0; s < static_cast<int>(sequences_.size()); ++s) {
+    const float* from = gathered_.data() + size(s * shape_.ranks + first_rank()) * size(own);
+    float* to = weights_.data() + size(s * rows * table_width_);
+    for (int row = 0; row < rows; ++row, to += table_width_) {
+      std::copy_n(from, table_width_, to);
+      for (int other = 1; other < replicas; ++other) {
+        from += table_width_;
+        for (int i = 0; i < table_width_; ++i) to[i] += from[i];
+      }
+      from += table_width_;
+    }
+  }
+}
+
+void BlockChoice::choose(int layer, const float* queries, Exchange* ranks) {
+  if (ranks != nullptr && has_weights()) join_weights(*ranks);
   if (sparse_->choose && failure_.empty()) {
     failure_ = sparse_->choose({layer, queries, weights_.data(), positions_.data()});
   }
@@ -121,9 +154,9 @@ void BlockChoice::choose(int layer, const float* queries) {
 void BlockChoice::choose_most(int sequence, int choice, int keep, std::int64_t* positions) {
   const int blocks = static_cast<int>(sequences_[size(sequence)].table.size());
   worth_.assign(size(blocks), 0.F);
-  for (int head = 0; head < heads_ && has_weights(); ++head) {
+  for (int head = 0; head < num_rows() && has_weights(); ++head) {
     if (by_head() && head != choice) continue;
-    const float* weights = weights_of(sequence) + head * table_width_;
+    const float* weights = weights_.data() + size((sequence * num_rows() + head) * table_width_);
     for (int i = 0; i < blocks; ++i) worth_[size(i)] += weights[i];
   }
   std::fill_n(worth_.begin(), std::min(blocks, sparse_->first), kEnd);

@@ -43,16 +43,27 @@ class BlockChoice {
   int num_whole() const { return exists() ? sparse_->whole_layers : 0; }  // layers that read all blocks
   bool has_weights() const { return !weights_.empty(); }
   // Whether there is a number for each key, to weigh it, and not for each block.
-  bool weighs_keys() const { return sparse_->weights != Sparse::Weights::kBounds; }
+  bool weighs_keys() const {
+    return sparse_->weights != Sparse::Weights::kBounds && sparse_->weights != Sparse::Weights::kSpread;
+  }
   KeySummary summary(const KeyBounds& bounds, int layer, int head) const;
   bool wants_queries() const { return static_cast<bool>(sparse_->choose); }
-  Size weights_of_sequence() const { return size(heads_ * table_width_); }  // numbers, [key heads][table width]
-  float* weights_of(int sequence) { return weights_.data() + size(sequence) * weights_of_sequence(); }
+  // Whether a choice depends on the queries of other ranks: one for all key heads, or for a key head that several ranks have.
+  bool is_joint() const { return exists() && shape_.ranks > 1 && (!by_head() || shape_.replicas > 1); }
+  // Ranks whose queries a choice depends on: so many from this one on.
+  int first_rank() const { return by_head() ? shape_.rank / shape_.replicas * shape_.replicas : 0; }
+  int num_ranks() const { return by_head() ? shape_.replicas : shape_.ranks; }
+  Size weights_of_sequence() const { return size(heads_ * table_width_); }  // of this rank, [key heads][table width]
+  float* weights_of(int sequence) {
+    if (!is_joint()) return weights_.data() + size(sequence) * weights_of_sequence();
+    return gathered_.data() + size(sequence * shape_.ranks + shape_.rank) * weights_of_sequence();
+  }
   // Blocks to read, by number. A thread that is late may read those of any layer.
   const std::int64_t* table(int sequence, int head) const { return chosen_.data() + place(sequence, by_head() ? head : 0); }
 
-  // `queries`: [sequences][heads][head size], if they are wanted.
-  void choose(int layer, const float* queries);
+  // `queries`: [sequences][heads][head size], if they are wanted. `ranks`: where the choice is joint, else null. Throws what
+  // the exchange throws.
+  void choose(int layer, const float* queries, Exchange* ranks);
   const std::string& failure() const { return failure_; }
 
  private:
@@ -60,12 +71,16 @@ class BlockChoice {
   int choices() const { return by_head() ? heads_ : 1; }
   Size place(int sequence, int choice) const { return size((sequence * choices() + choice) * most_); }
   void choose_most(int sequence, int choice, int keep, std::int64_t* positions);
+  int num_rows() const { return is_joint() ? num_ranks() * heads_ / shape_.replicas : heads_; }  // of weights of a sequence
+  void join_weights(Exchange& ranks);
 
   const std::shared_ptr<const Sparse> sparse_;
   const std::vector<Sequence>& sequences_;
+  const DecoderShape& shape_;
   const int heads_, table_width_;
   int most_ = 0;
   std::vector<float> weights_, worth_;
+  std::vector<float> gathered_;  // weights of all ranks, [sequences][ranks][key heads][table width]
   std::vector<std::int64_t> positions_, chosen_;
   std::vector<int> order_;
   std::string failure_;

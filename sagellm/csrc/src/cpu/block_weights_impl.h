@@ -49,6 +49,36 @@ void bound(int num_rows, const float* queries, const float* low, const float* hi
   }
 }
 
+// As `bound`, around the mean of the keys, sum * unit: the numbers of a key lie anywhere inside their ranges on their own, so
+// that its product is off by `reach` times the root of the summed squares.
+template <int rows = 4>
+void spread(int num_rows, const float* queries, const float* low, const float* high, const std::int32_t* sums, float unit,
+            int size, float reach, float* to, int wide) {
+  if constexpr (rows > 1) {
+    if (num_rows < rows) return spread<rows - 1>(num_rows, queries, low, high, sums, unit, size, reach, to, wide);
+  }
+  Vec totals[rows]{}, squares[rows]{};
+  int i = 0;
+  for (; i + WIDTH <= size; i += WIDTH) {
+    const Vec mean = __builtin_convertvector(load_words(sums + i), Vec) * unit, half = (load(high + i) - load(low + i)) * 0.5f;
+    for (int row = 0; row < rows; ++row) {
+      const Vec numbers = load(queries + row * size + i), off = numbers * half;
+      totals[row] += numbers * mean;
+      squares[row] += off * off;
+    }
+  }
+  for (int row = 0; row < rows; ++row) {
+    const float* query = queries + row * size;
+    float result = sum(totals[row]), square = sum(squares[row]);
+    for (int n = i; n < size; ++n) {
+      const float off = query[n] * (high[n] - low[n]) * 0.5f;
+      result += query[n] * static_cast<float>(sums[n]) * unit;
+      square += off * off;
+    }
+    to[row * wide] = result + reach * std::sqrt(square);
+  }
+}
+
 inline float dot(const float* query, const float* key, int size) {
   Vec total{};
   int i = 0;
@@ -175,6 +205,9 @@ inline void prefetch_summary(const Attend& task, const KeySummary& summary, int 
   };
   const auto number = static_cast<std::size_t>(task.table[block]);
   touch(summary.bounds + number * summary.bounds_stride, static_cast<std::size_t>(2 * task.head_size) * sizeof(float));
+  if (summary.sums != nullptr) {
+    touch(summary.sums + number * summary.sums_stride, static_cast<std::size_t>(task.head_size) * sizeof(*summary.sums));
+  }
   if (summary.codes == nullptr) return;
   touch(summary.codes + number * summary.codes_stride, code_bytes(1 << task.block_shift, task.head_size));
 }
@@ -244,8 +277,16 @@ void block_weights(const Attend& task, const KeySummary& summary, float* weights
   for (int i = 0; i < count; ++i) {
     if (by_block) {
       if (i + kBlocksAhead < blocks) prefetch_summary(task, summary, i + kBlocksAhead);
-      const float* low = summary.bounds + static_cast<std::size_t>(task.table[i]) * summary.bounds_stride;
+      const auto number = static_cast<std::size_t>(task.table[i]);
+      const float* low = summary.bounds + number * summary.bounds_stride;
+      const int keys = std::min(block_size, task.end - i * block_size);
+      const float unit = std::ldexp(1.f, -kKeySumBits) / static_cast<float>(keys);
       for (int row = 0; row < rows; row += 4) {
+        if (summary.sums != nullptr) {
+          spread(rows - row, queries + row * size, low, low + size, summary.sums + number * summary.sums_stride, unit, size,
+                 summary.reach, scores + row * wide + i, wide);
+          continue;
+        }
         bound(rows - row, queries + row * size, low, low + size, size, summary.reach, scores + row * wide + i, wide);
       }
       continue;

@@ -287,7 +287,8 @@ class StepWork : public Work {
       case Kind::kWeigh:
         return attention_.commit_weighed(chunk, local);
       case Kind::kChooseBlocks:
-        return attention_.choose(at.layer);
+        if (!attention_.chooses_jointly()) return attention_.choose(at.layer, nullptr);
+        return exchange([&] { attention_.choose(at.layer, exchanges_[size(at.layer)].exchange); });
       case Kind::kEncode:
         return attention_.commit_encoded(at.layer, chunk, local);
       case Kind::kObserve:
@@ -964,6 +965,7 @@ StepReport Decoder::run(Team& team, const PagedCache& cache, const DecoderStep& 
   if (cache.block_size < 1 || (cache.block_size & (cache.block_size - 1)) != 0) {
     throw std::invalid_argument("the block size is not a power of two");
   }
+  require(cache.format != Format::kLevels5 && cache.format != Format::kLevels6, "keys and values of few bits have 4 or 8");
   const Size scaled = cache.format == Format::kPlain ? 0 : cache.keys.size();
   if (cache.key_scales.size() != scaled || cache.value_scales.size() != scaled) {
     throw std::invalid_argument("keys and values of few bits have scales for each layer, others have none");

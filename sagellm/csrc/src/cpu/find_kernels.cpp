@@ -32,6 +32,7 @@ bool has_amx() {
 #if defined(__linux__)
   constexpr int kAsk = 0x1023, kTileData = 18;
   static const bool is_there = has_avx512_bf16() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+                               __builtin_cpu_supports("amx-int8") &&
                                syscall(SYS_arch_prctl, kAsk, kTileData) == 0;
   return is_there;
 #else

@@ -14,6 +14,14 @@ constexpr int kTile = 32;
 constexpr int kMaxBlock = 256;  // inputs that share a scale, in whole 16s
 constexpr int kLanes = 16;     // outputs of a run of levels: a tile that is not plain is two of them
 
+// Levels of 5 and 6 bits lie as those of 4 bits do, in words of 8. Their further bits lie behind these, in words of 32 or 16
+// levels: `2 * high_bits` adjacent bits of each byte belong to a word of 8.
+constexpr int bits_of(Format format) {
+  return format == Format::kLevels4 ? 4 : format == Format::kLevels5 ? 5 : format == Format::kLevels6 ? 6 : 8;
+}
+constexpr int high_bits(int bits) { return bits < 8 ? bits - 4 : 0; }
+constexpr int levels_of_word(int bits) { return bits < 8 ? 8 : 4; }
+
 // Of a run: scales, offsets and levels of a block of inputs.
 inline std::size_t bytes_of_block(int bits, int block) {
   return static_cast<std::size_t>(kLanes) * static_cast<std::size_t>(4 + block * bits / 8);
@@ -65,9 +73,11 @@ struct Attend {
 struct KeySummary {
   const float* bounds = nullptr;  // smallest and largest numbers, `bounds_stride` numbers from block to block
   std::size_t bounds_stride = 0;
+  const std::int32_t* sums = nullptr;   // of the block's keys, `sums_stride` numbers from block to block; null: bounds alone
+  std::size_t sums_stride = 0;
   const std::uint8_t* codes = nullptr;  // keys in 2 bits, `codes_stride` bytes from block to block; null: bounds alone
   std::size_t codes_stride = 0;
-  float reach = 1.F;  // with bounds alone; see `Sparse::reach`
+  float reach = 1.F;  // without codes; see `Sparse::reach`
 };
 
 struct Kernels {

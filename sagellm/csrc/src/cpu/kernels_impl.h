@@ -4,7 +4,7 @@
 
 #include "attention_whole_impl.h"
 #include "block_weights_impl.h"
-#include "levels_impl.h"
+#include "rounded_impl.h"
 
 namespace sage::cpu::NAMESPACE {
 

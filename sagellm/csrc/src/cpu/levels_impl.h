@@ -5,6 +5,7 @@
 // and scales come last.
 #pragma once
 
+#include <type_traits>
 #include <vector>
 
 #include "products_impl.h"
@@ -21,8 +22,6 @@ constexpr int kRunVectors = std::max(1, kLanes / WIDTH);
 inline std::size_t place_of(int v, std::size_t run_bytes) {
   return static_cast<std::size_t>(v * WIDTH / kLanes) * run_bytes + static_cast<std::size_t>(v * WIDTH % kLanes * 4);
 }
-
-constexpr int bits_of(Format format) { return format == Format::kLevels4 ? 4 : 8; }
 
 constexpr float kLeastFloat8 = 0x1p-9f / (1 << kFloat8Shift);
 
@@ -41,12 +40,31 @@ inline Vec from_halves(const std::uint16_t* from) {
 #endif
 }
 
-// Number `at` of the levels in each lane's word: 8 of 4 bits, adjacent ones in different halves of the word, or 4 of 8
+// The further bits of word `number`, whose levels have more than 4, moved to the beginning of each byte. `high`: where those of
+// a block begin in each lane.
+template <int bits>
+IVec high_of(const char* high, int number) {
+  if constexpr (high_bits(bits) == 0) {
+    return IVec{};
+  } else {
+    constexpr int kWords = 4 / high_bits(bits);
+    const IVec words = load_words(high + static_cast<std::size_t>(number / kWords * kLanes * 4));
+    return words >> (2 * high_bits(bits) * (number % kWords));
+  }
+}
+
+inline const char* high_words(const char* words, int block) { return words + static_cast<std::size_t>(block / 8 * kLanes * 4); }
+
+// Number `at` of the levels in each lane's word: 8 of up to 6 bits, adjacent ones in different halves of the word, or 4 of 8
 // bits, of which floats of 8 bits lie in different halves too.
 template <Format format>
-Vec level_of(IVec words, int at) {
-  if constexpr (format == Format::kLevels4) {
-    return __builtin_convertvector((words >> (16 * (at % 2) + 4 * (at / 2))) & 15, Vec);
+Vec level_of(IVec words, IVec high, int at) {
+  if constexpr (bits_of(format) < 8) {
+    constexpr int kHigh = high_bits(bits_of(format));
+    const int shift = 16 * (at % 2) + 4 * (at / 2);
+    IVec level = (words >> shift) & 15;
+    if constexpr (kHigh > 0) level |= ((high >> (shift / 8 * 8 + kHigh * (shift / 4 % 2))) & ((1 << kHigh) - 1)) << 4;
+    return __builtin_convertvector(level, Vec);
   } else if constexpr (format == Format::kLevels8) {
     return __builtin_convertvector((words << (24 - 8 * at)) >> 24, Vec);
   } else {
@@ -58,32 +76,56 @@ Vec level_of(IVec words, int at) {
 }
 
 #ifdef DOT_BF16
+// The whole numbers from 0 on as bfloat16, and again from the beginning.
+template <int count>
+struct WholeNumbers {
+  alignas(64) std::uint16_t at[std::max(count, 32)]{};
+  constexpr WholeNumbers() {
+    for (int i = 0; i < std::max(count, 32); ++i) {
+      int exponent = 0;
+      while (2 << exponent <= i % count) ++exponent;
+      at[i] = static_cast<std::uint16_t>(i % count == 0 ? 0 : (127 + exponent) << 7 | (i % count << (7 - exponent) & 0x7f));
+    }
+  }
+};
+
 // Two adjacent levels of each lane, as bfloat16.
 template <Format format>
-__m512bh pair_of(IVec words, int at) {
-  if constexpr (format == Format::kLevels4) {
-    // The sixteen levels twice over: the fifth bit of an index belongs to the next level.
-    alignas(64) static constexpr std::uint16_t kLevels[32] = {
-        0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120,
-        0x4130, 0x4140, 0x4150, 0x4160, 0x4170, 0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
-        0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
-    const auto shifted = _mm512_srli_epi16(reinterpret_cast<__m512i>(words), static_cast<unsigned>(2 * at));
-    return reinterpret_cast<__m512bh>(_mm512_permutexvar_epi16(shifted, _mm512_load_si512(kLevels)));
+__m512bh pair_of(IVec words, IVec high, int at) {
+  if constexpr (bits_of(format) < 8) {
+    constexpr int kBits = bits_of(format), kHigh = high_bits(kBits);
+    static constexpr WholeNumbers<1 << kBits> kLevels;
+    // Of 4 bits the sixteen levels are there twice: the fifth bit of an index belongs to the next level.
+    auto index = _mm512_srli_epi16(reinterpret_cast<__m512i>(words), static_cast<unsigned>(2 * at));
+    if constexpr (kHigh > 0) {
+      const auto place = static_cast<unsigned>(at / 4 * 8 + kHigh * (at / 2 % 2));
+      const auto further = _mm512_slli_epi16(_mm512_srli_epi16(reinterpret_cast<__m512i>(high), place), 4);
+      index = _mm512_ternarylogic_epi32(_mm512_set1_epi16(15), index, further, 0xca);  // bit by bit: 15 ? index : further
+    }
+    if constexpr (kBits == 6) {  // bits beyond those of an index do not count
+      return reinterpret_cast<__m512bh>(
+          _mm512_permutex2var_epi16(_mm512_load_si512(kLevels.at), index, _mm512_load_si512(kLevels.at + 32)));
+    }
+    return reinterpret_cast<__m512bh>(_mm512_permutexvar_epi16(index, _mm512_load_si512(kLevels.at)));
   } else if constexpr (format == Format::kLevels8) {
-    const IVec first = as_bits(level_of<format>(words, at)), second = as_bits(level_of<format>(words, at + 1));
+    const IVec first = as_bits(level_of<format>(words, high, at)), second = as_bits(level_of<format>(words, high, at + 1));
     return reinterpret_cast<__m512bh>(((first >> 16) & 0xffff) | (second & static_cast<std::int32_t>(0xffff0000)));
   } else {
-    // m * 2^-9 of the numbers without an exponent, moved as all others.
+    // Sign, exponent and mantissa move to their places in both halves of a word.
+    constexpr short kExponent = (127 - kFloat8Bias - kFloat8Shift) << 7;
+    const auto all = reinterpret_cast<__m512i>(words), bytes = at == 0 ? _mm512_slli_epi16(all, 8) : all;
+    const auto moved = _mm512_srai_epi16(bytes, 4), fields = _mm512_set1_epi16(static_cast<short>(0x87f0));
+    const auto number = _mm512_ternarylogic_epi32(moved, fields, _mm512_set1_epi16(kExponent), 0xea);  // bit by bit: a & b | c
+    const bool has_small = _mm512_testn_epi8_mask(all, _mm512_set1_epi8(0x78)) != 0;
+    if (__builtin_expect(has_small, 0) == 0) return reinterpret_cast<__m512bh>(number);
+    // m * 2^-9 of the numbers without an exponent, moved as all others. Few weights are so small.
     alignas(64) static constexpr std::uint16_t kSmall[32] = {0,      0x3700, 0x3780, 0x37c0,
                                                              0x3800, 0x3820, 0x3840, 0x3860};
-    const auto bytes = _mm512_srli_epi16(reinterpret_cast<__m512i>(words), static_cast<unsigned>(4 * at));
-    const auto size = _mm512_and_si512(bytes, _mm512_set1_epi16(0x7f));
-    constexpr short kExponent = (127 - kFloat8Bias - kFloat8Shift) << 7;
-    const auto normal = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16(kExponent));
-    const auto is_small = _mm512_cmplt_epi16_mask(size, _mm512_set1_epi16(8));
-    const auto number = _mm512_mask_permutexvar_epi16(normal, is_small, size, _mm512_load_si512(kSmall));
-    const auto sign = _mm512_slli_epi16(_mm512_and_si512(bytes, _mm512_set1_epi16(0x80)), 8);
-    return reinterpret_cast<__m512bh>(_mm512_or_si512(number, sign));
+    const auto is_small = _mm512_testn_epi16_mask(bytes, _mm512_set1_epi16(0x7800));
+    const auto index = _mm512_and_si512(_mm512_srli_epi16(bytes, 8), _mm512_set1_epi16(7));
+    const auto small = _mm512_mask_permutexvar_epi16(number, is_small, index, _mm512_load_si512(kSmall));
+    const auto sign = _mm512_and_si512(bytes, _mm512_set1_epi16(static_cast<short>(0x8000)));
+    return reinterpret_cast<__m512bh>(_mm512_or_si512(small, sign));
   }
 }
 #endif
@@ -92,17 +134,19 @@ __m512bh pair_of(IVec words, int at) {
 template <class T, Format format, int rows>
 void multiply_block(const typename T::Input* input, std::size_t stride, const char* words, int block,
                     Vec (&sums)[rows][kRunVectors]) {
-  constexpr int kLevels = 32 / bits_of(format);  // of a word
+  constexpr int kLevels = levels_of_word(bits_of(format));
+  const char* further = high_words(words, block);
   for (int r = 0; r < rows; ++r) {
     for (int v = 0; v < kRunVectors; ++v) sums[r][v] = Vec{};
   }
   for (int i = 0; i < block; i += kLevels, words += kLanes * 4) {
     for (int v = 0; v < kRunVectors; ++v) {
       const IVec lanes = load_words(words + v * WIDTH * 4);
+      const IVec high = high_of<bits_of(format)>(further + v * WIDTH * 4, i / kLevels);
       for (int at = 0; at < kLevels; at += 2) {
 #ifdef DOT_BF16
         if constexpr (T::kInputs == Type::kBFloat16) {
-          const __m512bh weight = pair_of<format>(lanes, at);
+          const __m512bh weight = pair_of<format>(lanes, high, at);
           for (int r = 0; r < rows; ++r) {
             std::int32_t pair;
             std::memcpy(&pair, input + static_cast<std::size_t>(r) * stride + i + at, 4);
@@ -113,7 +157,7 @@ void multiply_block(const typename T::Input* input, std::size_t stride, const ch
         }
 #endif
         if constexpr (T::kInputs == Type::kFloat32) {
-          const Vec first = level_of<format>(lanes, at), second = level_of<format>(lanes, at + 1);
+          const Vec first = level_of<format>(lanes, high, at), second = level_of<format>(lanes, high, at + 1);
           for (int r = 0; r < rows; ++r) {
             const float* x = input + static_cast<std::size_t>(r) * stride + i + at;
             sums[r][v] += x[0] * first;
@@ -128,20 +172,22 @@ void multiply_block(const typename T::Input* input, std::size_t stride, const ch
 // The levels of a block as a tile of the plain kernels.
 template <class T, Format format>
 void expand_block(const char* words, std::size_t run_bytes, int block, typename T::Weight* tile) {
-  constexpr int kLevels = 32 / bits_of(format);
+  constexpr int kLevels = levels_of_word(bits_of(format));
+  const char* further = high_words(words, block);
   for (int i = 0; i < block; i += kLevels, words += kLanes * 4) {
     for (int v = 0; v < kVectors; ++v) {
       const IVec lanes = load_words(words + place_of(v, run_bytes));
+      const IVec high = high_of<bits_of(format)>(further + place_of(v, run_bytes), i / kLevels);
       for (int at = 0; at < kLevels; at += 2) {
         auto* to = tile + (i + at) * kTile + v * WIDTH * T::kStep;
 #ifdef DOT_BF16
         if constexpr (T::kInputs == Type::kBFloat16) {
-          const __m512bh pair = pair_of<format>(lanes, at);
+          const __m512bh pair = pair_of<format>(lanes, high, at);
           std::memcpy(to, &pair, sizeof(pair));
           continue;
         }
 #endif
-        const Vec first = level_of<format>(lanes, at), second = level_of<format>(lanes, at + 1);
+        const Vec first = level_of<format>(lanes, high, at), second = level_of<format>(lanes, high, at + 1);
         if constexpr (T::kWeights == Type::kFloat32) {
           store(to, first);
           store(to + kTile, second);
@@ -186,7 +232,37 @@ inline Scales scales_of(const char* tile, int v, std::size_t run_bytes) {
   return {from_halves(halves + v * WIDTH % kLanes), from_halves(halves + kLanes + v * WIDTH % kLanes)};
 }
 
-// One block's part of the result: the same words for every number of rows, so that they round alike.
+// Whether a block of a tile has another offset than 0 for an output.
+inline bool has_offsets(const char* tile, std::size_t run_bytes, int blocks, std::size_t block_bytes) {
+  std::uint64_t found = 0;
+  for (int run = 0; run < 2; ++run) {
+    for (int b = 0; b < blocks; ++b) {
+      std::uint64_t offsets[kLanes / 4];
+      const std::size_t at = static_cast<std::size_t>(run) * run_bytes + static_cast<std::size_t>(b) * block_bytes;
+      std::memcpy(offsets, tile + at + kLanes * 2, sizeof(offsets));
+      for (const std::uint64_t four : offsets) found |= four;
+    }
+  }
+  return found != 0;
+}
+
+// How many blocks, from the first one of a tile on and at most `most`, have the same scales and no offsets: their sums may be
+// added up before they are scaled.
+inline int blocks_alike(const char* tile, std::size_t run_bytes, std::size_t block_bytes, int most) {
+  if (has_offsets(tile, run_bytes, 1, block_bytes)) return 1;
+  int count = 1;
+  const auto is_alike = [&](const char* run) {
+    return std::memcmp(run, run + static_cast<std::size_t>(count) * block_bytes, kLanes * 2) == 0;
+  };
+  while (count < most && is_alike(tile) && is_alike(tile + run_bytes) &&
+         !has_offsets(tile + static_cast<std::size_t>(count) * block_bytes, run_bytes, 1, block_bytes)) {
+    ++count;
+  }
+  return count;
+}
+
+// One block's part of the result: the same words for every number of rows, so that they round alike. Where an offset is 0 its
+// term changes nothing.
 inline void add_block(float* to, Vec sum, Vec scale, Vec offset, float inputs) {
   store(to, load(to) + scale * sum + offset * inputs);
 }
@@ -217,28 +293,43 @@ void multiply_few_levels(int count, const typename T::Input* input, std::size_t 
   }
 }
 
-// `product`: of so many rows, at most `most`, and a tile of levels, into sums [rows][kTile].
-template <class T, Format format, int most, class Product>
+// `product`: of so many rows, at most `most`, with the levels of so many inputs, into sums [rows][kTile]. `of_inputs`: null
+// without offsets. `joins`: blocks that are alike are multiplied as one; of all numbers of rows or of none.
+template <class T, Format format, int most, bool joins, class Product>
 void multiply_many_levels(const typename T::Input* input, std::size_t stride, int rows, const char* tile, int tiles,
                           int blocks, int block, const float* of_inputs, float* out, std::size_t out_stride, Product product) {
   const std::size_t block_bytes = bytes_of_block(bits_of(format), block), run_bytes = static_cast<std::size_t>(blocks) * block_bytes;
   alignas(64) typename T::Weight levels[kMaxBlock * kTile];
   alignas(64) float sums[most * kTile];
   for (int t = 0; t < tiles; ++t, tile += run_bytes, out += kTile) {
-    for (int b = 0; b < blocks; ++b, tile += block_bytes) {
+    for (int b = 0, joined = 1; b < blocks; b += joined) {
+      if constexpr (joins) joined = blocks_alike(tile, run_bytes, block_bytes, std::min(kMaxBlock / block, blocks - b));
       Scales scales[kVectors];
       for (int v = 0; v < kVectors; ++v) scales[v] = scales_of(tile, v, run_bytes);
-      expand_block<T, format>(tile + kLanes * 4, run_bytes, block, levels);
+      const bool adds_offsets = of_inputs != nullptr && joined == 1;
+      for (int i = 0; i < joined; ++i, tile += block_bytes) {
+        expand_block<T, format>(tile + kLanes * 4, run_bytes, block, levels + i * block * kTile);
+      }
       for (int first = 0; first < rows; first += most) {
         const int count = std::min(most, rows - first);
-        product(count, input + static_cast<std::size_t>(first) * stride + b * block, levels, sums);
-        for (int r = 0; r < count; ++r) {
-          for (int v = 0; v < kVectors; ++v) {
-            add_block(out + static_cast<std::size_t>(first + r) * out_stride + v * WIDTH,
-                      load(sums + r * kTile + v * WIDTH), scales[v].scale, scales[v].offset,
-                      of_inputs[(first + r) * blocks + b]);
+        product(count, input + static_cast<std::size_t>(first) * stride + b * block, levels, joined * block, sums);
+        const auto add = [&](auto has_offsets) {
+          for (int r = 0; r < count; ++r) {
+            for (int v = 0; v < kVectors; ++v) {
+              float* to = out + static_cast<std::size_t>(first + r) * out_stride + v * WIDTH;
+              const Vec of_block = load(sums + r * kTile + v * WIDTH);
+              if constexpr (decltype(has_offsets)::value)
+                add_block(to, of_block, scales[v].scale, scales[v].offset, of_inputs[(first + r) * blocks + b]);
+              else
+                store(to, load(to) + scales[v].scale * of_block);
+            }
           }
-        }
+        };
+        // Two loops: where they share a product, a compiler does not make one instruction of it and the sum.
+        if (adds_offsets)
+          add(std::true_type{});
+        else
+          add(std::false_type{});
       }
     }
   }
@@ -250,16 +341,17 @@ void multiply_levels_in_unit(const std::uint16_t* input, std::size_t stride, int
                              int block, const float* of_inputs, float* out, std::size_t out_stride) {
   constexpr int kBoth = 2 * kUnitRows;
   const int pairs = block % (2 * kUnitPairs) == 0 ? kUnitPairs : kUnitPairs / 2;
-  const auto product = [&](int count, const std::uint16_t* from, const std::uint16_t* levels, float* sums) {
-    multiply_in_unit(count, from, stride * 2, levels, block / (2 * pairs), pairs, sums, kTile * 4, false);
+  const auto product = [&](int count, const std::uint16_t* from, const std::uint16_t* levels, int inputs, float* sums) {
+    multiply_in_unit(count, from, stride * 2, levels, inputs / (2 * pairs), pairs, sums, kTile * 4, false);
   };
   const int whole = rows / kBoth * kBoth;
   for (const auto& [first, count] : {std::pair(0, whole), std::pair(whole, rows - whole)}) {
     if (count == 0) continue;
     const UnitShapes shapes(std::min(kUnitRows, count), std::clamp(count - kUnitRows, 0, kUnitRows), pairs);
     const auto at = static_cast<std::size_t>(first);
-    multiply_many_levels<BFloat16Dot, format, kBoth>(input + at * stride, stride, count, tile, tiles, blocks, block,
-                                                     of_inputs + first * blocks, out + at * out_stride, out_stride, product);
+    multiply_many_levels<BFloat16Dot, format, kBoth, true>(input + at * stride, stride, count, tile, tiles, blocks, block,
+                                                           of_inputs == nullptr ? nullptr : of_inputs + first * blocks,
+                                                           out + at * out_stride, out_stride, product);
   }
 }
 #endif
@@ -267,269 +359,53 @@ void multiply_levels_in_unit(const std::uint16_t* input, std::size_t stride, int
 template <class T, Format format>
 void multiply_levels_of(const void* input, std::size_t stride, int rows, const void* tile, int tiles, int inputs,
                         int block, float* out, std::size_t out_stride) {
-  static thread_local std::vector<float> of_inputs;
+  static thread_local std::vector<float> added_up;
   const int blocks = inputs / block;
   const auto* from = static_cast<const typename T::Input*>(input);
-  of_inputs.resize(static_cast<std::size_t>(rows) * static_cast<std::size_t>(blocks));
+  const auto* bytes = static_cast<const char*>(tile);
+  // Few rows cost less to add up than a look at the offsets before the weights are read in their order.
+  bool adds_offsets = rows <= kFusedRows;
+  for (int t = 0; t < tiles && !adds_offsets; ++t) {
+    const std::size_t block_bytes = bytes_of_block(bits_of(format), block);
+    const std::size_t run_bytes = static_cast<std::size_t>(blocks) * block_bytes;
+    adds_offsets = has_offsets(bytes + 2 * static_cast<std::size_t>(t) * run_bytes, run_bytes, blocks, block_bytes);
+  }
+  if (adds_offsets) added_up.resize(static_cast<std::size_t>(rows) * static_cast<std::size_t>(blocks));
   for (int r = 0; r < rows; ++r) {
     const auto* row = from + static_cast<std::size_t>(r) * stride;
-    for (int b = 0; b < blocks; ++b) {
-      of_inputs[static_cast<std::size_t>(r * blocks + b)] = sum_of_inputs<T>(row + b * block, block);
+    for (int b = 0; b < blocks && adds_offsets; ++b) {
+      added_up[static_cast<std::size_t>(r * blocks + b)] = sum_of_inputs<T>(row + b * block, block);
     }
     std::fill_n(out + static_cast<std::size_t>(r) * out_stride, tiles * kTile, 0.f);
   }
-  const auto* bytes = static_cast<const char*>(tile);
+  const float* of_inputs = adds_offsets ? added_up.data() : nullptr;
 #ifdef MATRIX_UNIT
   if constexpr (T::kInputs == Type::kBFloat16) {
-    return multiply_levels_in_unit<format>(from, stride, rows, bytes, tiles, blocks, block, of_inputs.data(), out, out_stride);
+    return multiply_levels_in_unit<format>(from, stride, rows, bytes, tiles, blocks, block, of_inputs, out, out_stride);
   }
 #endif
   if (rows <= kFusedRows) {
-    multiply_few_levels<T, format, kFusedRows>(rows, from, stride, bytes, tiles, blocks, block, of_inputs.data(), out,
+    multiply_few_levels<T, format, kFusedRows>(rows, from, stride, bytes, tiles, blocks, block, of_inputs, out,
                                              out_stride);
   } else {
-    const auto product = [&](int count, const typename T::Input* input_rows, const typename T::Weight* levels, float* sums) {
+    const auto product = [&](int count, const typename T::Input* some, const typename T::Weight* levels, int of_block,
+                             float* sums) {
       if (count == ROWS)
-        multiply_rows<T, ROWS, 1>(input_rows, stride, levels, block, sums, kTile, false);
+        multiply_rows<T, ROWS, 1>(some, stride, levels, of_block, sums, kTile, false);
       else
-        multiply_rest<T, ROWS - 1>(count, input_rows, stride, levels, block, sums, kTile, false);
+        multiply_rest<T, ROWS - 1>(count, some, stride, levels, of_block, sums, kTile, false);
     };
-    multiply_many_levels<T, format, ROWS>(from, stride, rows, bytes, tiles, blocks, block, of_inputs.data(), out, out_stride,
-                                          product);
+    multiply_many_levels<T, format, ROWS, false>(from, stride, rows, bytes, tiles, blocks, block, of_inputs, out, out_stride,
+                                                 product);
   }
 }
-
-#ifdef __AVX2__
-// ---- inputs of 8 bits
-//
-// An input is scale * level too, with a scale for each block of a row, so that blocks are multiplied in whole numbers
-// (as ggml's Q8_0). An instruction adds up kGroup adjacent products of each lane.
-
-#ifdef __AVX512VNNI__
-using Level = std::int8_t;
-constexpr int kUnsigned = 128;  // vpdpbusd takes one factor without sign: levels of 8 bits are moved up by so much
-inline IVec add_products(IVec total, IVec levels, std::int32_t inputs) {
-  return reinterpret_cast<IVec>(_mm512_dpbusd_epi32(
-      reinterpret_cast<__m512i>(total), reinterpret_cast<__m512i>(levels), _mm512_set1_epi32(inputs)));
-}
-#else
-using Level = std::int16_t;
-constexpr int kUnsigned = 0;
-inline IVec add_products(IVec total, IVec levels, std::int32_t inputs) {
-#ifdef __AVX512BW__
-  return total + reinterpret_cast<IVec>(
-                     _mm512_madd_epi16(reinterpret_cast<__m512i>(levels), _mm512_set1_epi32(inputs)));
-#else
-  return total + reinterpret_cast<IVec>(
-                     _mm256_madd_epi16(reinterpret_cast<__m256i>(levels), _mm256_set1_epi32(inputs)));
-#endif
-}
-#endif
-constexpr int kGroup = 4 / sizeof(Level);
-
-// The levels of each lane's word that instruction `step` of it takes, as they lie in the word.
-template <int bits>
-IVec levels_of(IVec words, int step) {
-  if constexpr (bits == 4) return (words >> (4 * step)) & (kGroup == 4 ? 0x0f0f0f0f : 0x000f000f);
-  if constexpr (bits == 8 && kGroup == 4) return words ^ static_cast<std::int32_t>(0x80808080);
-  typedef std::int16_t Halves __attribute__((vector_size(WIDTH * 4)));
-  const auto halves = reinterpret_cast<Halves>(words);
-  return reinterpret_cast<IVec>(step == 0 ? (halves << 8) >> 8 : halves >> 8);
-}
-
-// Their numbers among 8 adjacent ones, instruction by instruction.
-template <int bits>
-constexpr int number_of(int at) {
-  constexpr int kFirst4[] = {0, 4, 1, 5, 2, 6, 3, 7}, kFirst2[] = {0, 2, 1, 3, 4, 6, 5, 7};
-  if (bits == 4) return kGroup == 4 ? kFirst4[at] : at;
-  return kGroup == 4 ? at : kFirst2[at];
-}
-
-template <int bits>
-struct Order {
-  Level at[16]{};
-  constexpr Order() {
-    for (int i = 0; i < 16; ++i) at[i] = static_cast<Level>(i / 8 * 8 + number_of<bits>(i % 8));
-  }
-};
-
-// What follows the levels of a rounded block, which are in the order of `number_of`.
-struct OfRounded {
-  float scale, sum;
-};
-
-inline std::size_t bytes_of_rounded(int block) {
-  return static_cast<std::size_t>(block) * sizeof(Level) + sizeof(OfRounded);
-}
-
-inline std::size_t rounded_bytes(int inputs, int block) {
-  return static_cast<std::size_t>(inputs / block) * bytes_of_rounded(block);
-}
-
-// WIDTH inputs as floats.
-template <class T>
-Vec widened(const typename T::Input* input) {
-  if constexpr (T::kInputs == Type::kFloat32) {
-    return load(input);
-  } else {
-    typedef std::uint16_t Narrow __attribute__((vector_size(WIDTH * 2)));
-    Narrow narrow;
-    std::memcpy(&narrow, input, sizeof(narrow));
-    return as_float(__builtin_convertvector(narrow, IVec) << 16);
-  }
-}
-
-template <class T, int bits>
-void round_block(const typename T::Input* input, int block, char* to) {
-  typedef Level Levels __attribute__((vector_size(WIDTH * sizeof(Level))));
-  typedef Level Levels16 __attribute__((vector_size(16 * sizeof(Level))));
-  alignas(64) float numbers[kMaxBlock];
-  Vec sizes{};
-  for (int i = 0; i < block; i += WIDTH) {
-    const Vec wide = widened<T>(input + i);
-    store(numbers + i, wide);
-    sizes = larger(sizes, as_float(as_bits(wide) & 0x7fffffff));
-  }
-  const float top = maximum(sizes);
-  const float by = top > 1e-30f ? 127.f / top : 0.f, scale = by == 0.f ? 0.f : top / 127.f;
-  const Vec magic = broadcast(12582912.f);  // puts the nearest whole number into the low bits
-  Vec total{};
-  alignas(64) Level rounded[kMaxBlock];
-  for (int i = 0; i < block; i += WIDTH) {
-    const Vec shifted = load(numbers + i) * by + magic;
-    const Levels narrow = __builtin_convertvector(as_bits(shifted) - as_bits(magic), Levels);
-    std::memcpy(rounded + i, &narrow, sizeof(narrow));
-    total += shifted - magic;
-  }
-  static constexpr Order<bits> kOrder;
-  Levels16 all, order;
-  std::memcpy(&order, kOrder.at, sizeof(order));
-  for (int i = 0; i < block; i += 16) {
-    std::memcpy(&all, rounded + i, sizeof(all));
-    all = __builtin_shuffle(all, order);
-    std::memcpy(to + static_cast<std::size_t>(i) * sizeof(Level), &all, sizeof(all));
-  }
-  const OfRounded last{scale, sum(total)};
-  std::memcpy(to + static_cast<std::size_t>(block) * sizeof(Level), &last, sizeof(last));
-}
-
-template <class T>
-void round_inputs(const void* input, std::size_t stride, int rows, int inputs, Format format, int block, char* to) {
-  const auto* from = static_cast<const typename T::Input*>(input);
-  for (int r = 0; r < rows; ++r, from += stride) {
-    for (int i = 0; i < inputs; i += block, to += bytes_of_rounded(block)) {
-      if (format == Format::kLevels4)
-        round_block<T, 4>(from + i, block, to);
-      else
-        round_block<T, 8>(from + i, block, to);
-    }
-  }
-}
-
-// a * b + c in one rounding, whatever stands around it.
-inline Vec fused(Vec a, Vec b, Vec c) {
-#ifdef __AVX512F__
-  return reinterpret_cast<Vec>(
-      _mm512_fmadd_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(c)));
-#else
-  return reinterpret_cast<Vec>(
-      _mm256_fmadd_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(c)));
-#endif
-}
-
-// Vectors [first, first + vectors) of a tile, for `rows` rows. Each block's part is added to `out`, in the same words for
-// every number of rows, so that they round alike.
-template <int bits, int rows, int vectors>
-void multiply_whole(const char* rounded, std::size_t row_bytes, const char* tile, int first, int blocks, int block, float* out,
-                    std::size_t out_stride) {
-  constexpr int kSteps = 32 / bits / kGroup;  // of a word
-  const std::size_t block_bytes = bytes_of_block(bits, block), run_bytes = static_cast<std::size_t>(blocks) * block_bytes;
-  for (int b = 0; b < blocks; ++b, tile += block_bytes, rounded += bytes_of_rounded(block)) {
-    // All loops over rows and vectors are unrolled, or else the sums lie in memory.
-    IVec products[rows][vectors];
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < vectors; ++v) products[r][v] = IVec{};
-    }
-    const auto of_row = [&](int r) {
-      OfRounded found;
-      std::memcpy(&found, rounded + static_cast<std::size_t>(r) * row_bytes + block * sizeof(Level), sizeof(found));
-      return found;
-    };
-    const char *words = tile + kLanes * 4, *levels = rounded;
-    for (int i = 0; i < block; i += 32 / bits, words += kLanes * 4) {
-      IVec lanes[vectors];
-      for (int v = 0; v < vectors; ++v) lanes[v] = load_words(words + place_of(first + v, run_bytes));
-      for (int step = 0; step < kSteps; ++step, levels += 4) {
-        IVec of_step[vectors];
-        for (int v = 0; v < vectors; ++v) of_step[v] = levels_of<bits>(lanes[v], step);
-#pragma GCC unroll 16
-        for (int r = 0; r < rows; ++r) {
-          std::int32_t group;
-          std::memcpy(&group, levels + static_cast<std::size_t>(r) * row_bytes, 4);
-#pragma GCC unroll 4
-          for (int v = 0; v < vectors; ++v) products[r][v] = add_products(products[r][v], of_step[v], group);
-        }
-      }
-    }
-#pragma GCC unroll 4
-    for (int v = 0; v < vectors; ++v) {
-      auto [scale, offset] = scales_of(tile, first + v, run_bytes);
-      if (bits == 8) offset -= static_cast<float>(kUnsigned) * scale;
-#pragma GCC unroll 16
-      for (int r = 0; r < rows; ++r) {
-        const OfRounded of_input = of_row(r);
-        const Vec of_levels = __builtin_convertvector(products[r][v], Vec) * scale;
-        const Vec of_block = fused(broadcast(of_input.sum), offset, of_levels);
-        float* to = out + static_cast<std::size_t>(r) * out_stride + (first + v) * WIDTH;
-        store(to, fused(of_block, broadcast(of_input.scale), b == 0 ? Vec{} : load(to)));
-      }
-    }
-  }
-}
-
-template <int bits, int rows>
-void multiply_whole_rest(int count, const char* rounded, std::size_t row_bytes, const char* tile, int blocks, int block,
-                         float* out, std::size_t out_stride) {
-  if constexpr (rows > 1) {
-    if (count < rows) {
-      return multiply_whole_rest<bits, rows - 1>(count, rounded, row_bytes, tile, blocks, block, out, out_stride);
-    }
-  }
-  // Few rows wait for memory, of which the processor fetches one stream ahead better than two. Many have as many sums as there
-  // are registers.
-  constexpr int kAtOnce = rows <= 4 ? kRunVectors : WIDTH == 16 ? kVectors : 1;
-  for (int v = 0; v < kVectors; v += kAtOnce) {
-    multiply_whole<bits, rows, kAtOnce>(rounded, row_bytes, tile, v, blocks, block, out, out_stride);
-  }
-}
-
-template <int bits>
-void multiply_rounded_of(const char* rounded, int rows, const char* tile, int tiles, int inputs, int block, float* out,
-                         std::size_t out_stride) {
-  const int blocks = inputs / block;
-  const std::size_t row_bytes = rounded_bytes(inputs, block);
-  for (int t = 0; t < tiles; ++t, out += kTile) {
-    for (int first = 0; first < rows; first += ROWS) {
-      multiply_whole_rest<bits, ROWS>(rows - first, rounded + static_cast<std::size_t>(first) * row_bytes, row_bytes, tile,
-                                      blocks, block, out + static_cast<std::size_t>(first) * out_stride, out_stride);
-    }
-    tile += 2 * static_cast<std::size_t>(blocks) * bytes_of_block(bits, block);
-  }
-}
-
-inline void multiply_rounded(const char* rounded, int rows, const void* tile, int tiles, int inputs, Format format, int block,
-                             float* out, std::size_t out_stride) {
-  const auto multiply_of = format == Format::kLevels4 ? multiply_rounded_of<4> : multiply_rounded_of<8>;
-  multiply_of(rounded, rows, static_cast<const char*>(tile), tiles, inputs, block, out, out_stride);
-}
-#endif
 
 template <class T>
 void multiply_levels(const void* input, std::size_t stride, int rows, const void* tile, int tiles, int inputs,
                      Format format, int block, float* out, std::size_t out_stride) {
   const auto multiply_of = format == Format::kLevels4   ? multiply_levels_of<T, Format::kLevels4>
+                           : format == Format::kLevels5 ? multiply_levels_of<T, Format::kLevels5>
+                           : format == Format::kLevels6 ? multiply_levels_of<T, Format::kLevels6>
                            : format == Format::kLevels8 ? multiply_levels_of<T, Format::kLevels8>
                                                         : multiply_levels_of<T, Format::kFloat8>;
   multiply_of(input, stride, rows, tile, tiles, inputs, block, out, out_stride);

@@ -44,6 +44,14 @@ class UnitShapes {
 // GCC does not know that the instructions read memory.
 inline void written() { asm volatile("" ::: "memory"); }
 
+// kTile numbers of two tokens to pairs, in the order that `interleave<kUnitRun>` undoes.
+constexpr int kUnitRun = 4;
+inline void pair_tokens(const void* first, const void* second, std::uint16_t* to) {
+  const __m512i a = _mm512_loadu_si512(first), b = _mm512_loadu_si512(second);
+  _mm512_storeu_si512(to, _mm512_unpacklo_epi16(a, b));
+  _mm512_storeu_si512(to + kTile, _mm512_unpackhi_epi16(a, b));
+}
+
 // out (+)= inputs . weights for the rows of one or two registers and a tile of kTile outputs. Strides are in bytes.
 template <int registers>
 inline void multiply_in_unit(const void* input, std::size_t stride, const std::uint16_t* tile, int steps, int pairs, float* out,

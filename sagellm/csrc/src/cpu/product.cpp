@@ -25,28 +25,23 @@ void copy_in_order(const Matrix& matrix, const char* input, Size stride, int row
 }
 
 // The inputs in the order of the weight, [rows][padded inputs].
-const char* in_order(const Kernels& kernels, const Matrix& matrix, const char* input, Size stride, int rows,
-                     std::vector<char>* ordered) {
+Inputs in_order(const Kernels& kernels, const Matrix& matrix, const Inputs& inputs, int rows) {
+  if (matrix.order == nullptr) return inputs;
+  static thread_local std::vector<char> ordered;
   const Size wide = size(padded(matrix.inputs, 2));
-  ordered->resize(size(rows) * wide * size_of(kernels.inputs));
+  ordered.resize(size(rows) * wide * size_of(kernels.inputs));
   if (kernels.inputs == Type::kFloat32)
-    copy_in_order<float>(matrix, input, stride, rows, wide, ordered->data());
+    copy_in_order<float>(matrix, inputs.numbers, inputs.stride, rows, wide, ordered.data());
   else
-    copy_in_order<std::uint16_t>(matrix, input, stride, rows, wide, ordered->data());
-  return ordered->data();
+    copy_in_order<std::uint16_t>(matrix, inputs.numbers, inputs.stride, rows, wide, ordered.data());
+  return {ordered.data(), wide};
 }
 
 }  // namespace
 
 void round_rows(const Kernels& kernels, const Matrix& matrix, const Inputs& inputs, int rows, char* to) {
-  static thread_local std::vector<char> ordered;
-  const char* numbers = inputs.numbers;
-  Size stride = inputs.stride;
-  if (matrix.order != nullptr) {
-    numbers = in_order(kernels, matrix, numbers, stride, rows, &ordered);
-    stride = size(padded(matrix.inputs, 2));
-  }
-  kernels.round_inputs(numbers, stride, rows, matrix.inputs, matrix.format, matrix.block, to);
+  const Inputs ordered = in_order(kernels, matrix, inputs, rows);
+  kernels.round_inputs(ordered.numbers, ordered.stride, rows, matrix.inputs, matrix.format, matrix.block, to);
 }
 
 void multiply_tiles(const Kernels& kernels, const Matrix& matrix, int first_tile, int num_tiles, const Inputs& inputs,
@@ -66,19 +61,13 @@ void multiply_tiles(const Kernels& kernels, const Matrix& matrix, int first_tile
     }
     return kernels.multiply_rounded(rounded, rows, tile, num_tiles, matrix.inputs, matrix.format, matrix.block, out, width);
   }
-  static thread_local std::vector<char> ordered;
-  const char* numbers = inputs.numbers;
-  Size stride = inputs.stride;
-  if (matrix.order != nullptr) {
-    numbers = in_order(kernels, matrix, numbers, stride, rows, &ordered);
-    stride = size(padded(matrix.inputs, 2));
-  }
+  const Inputs ordered = in_order(kernels, matrix, inputs, rows);
   if (matrix.format != Format::kPlain) {
-    return kernels.multiply_levels(numbers, stride, rows, tile, num_tiles, matrix.inputs, matrix.format, matrix.block,
-                                   out, width);
+    return kernels.multiply_levels(ordered.numbers, ordered.stride, rows, tile, num_tiles, matrix.inputs, matrix.format,
+                                   matrix.block, out, width);
   }
   const int wide = kernels.weights == Type::kFloat32 ? matrix.inputs : padded(matrix.inputs, 2);
-  kernels.multiply(numbers, stride, rows, tile, num_tiles, wide, out, width, false);
+  kernels.multiply(ordered.numbers, ordered.stride, rows, tile, num_tiles, wide, out, width, false);
 }
 
 void multiply_chunk(const Kernels& kernels, const Cut& cut, const Matrix& matrix, const Inputs& inputs, int chunk,
@@ -99,19 +88,29 @@ struct Lane {
   explicit Lane(int row) : run(size(row % kTile / kLanes)), lane(size(row % kLanes)) {}
 };
 
-// Where a level of a lane is in the words of a block: its word, and its place there in bits.
+// Where a level of a lane is in the words of a block: its word, and its place there in bits. Of 5 and 6 bits these are the low
+// 4 bits, and `high_word` has the others.
 struct Place {
-  int word, shift;
-  Place(int input, Format format) {
-    const int bits = format == Format::kLevels4 ? 4 : 8, at = input % (32 / bits);
-    word = input * bits / 32;
-    shift = format == Format::kLevels8 ? 8 * at : 16 * (at % 2) + bits * (at / 2);
+  int word, shift, high_word = 0, high_shift = 0;
+  std::uint32_t low_mask = 255, high_mask = 0;
+  Place(int input, Format format, int block) {
+    const int bits = bits_of(format), in_word = levels_of_word(bits), at = input % in_word;
+    word = input / in_word;
+    shift = format == Format::kLevels8 ? 8 * at : 16 * (at % 2) + 32 / in_word * (at / 2);
+    if (bits == 8) return;
+    low_mask = 15;
+    const int high = high_bits(bits);
+    if (high == 0) return;
+    const int words = 4 / high;  // whose further bits share a word
+    high_word = block / in_word + word / words;
+    high_shift = shift / 8 * 8 + high * (2 * (word % words) + shift / 4 % 2);
+    high_mask = (1U << static_cast<unsigned>(high)) - 1;
   }
 };
 
 float level_of(std::uint32_t word, Format format) {
-  if (format == Format::kLevels4) return static_cast<float>(word & 15U);
-  if (format == Format::kLevels8) return static_cast<float>(static_cast<std::int8_t>(word & 255U));
+  if (format != Format::kLevels8 && format != Format::kFloat8) return static_cast<float>(word);
+  if (format == Format::kLevels8) return static_cast<float>(static_cast<std::int8_t>(word));
   const int exponent = static_cast<int>(word >> 3 & 15U), mantissa = static_cast<int>(word & 7U);
   const float size = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -2 - kFloat8Bias)
                                    : std::ldexp(static_cast<float>(8 + mantissa), exponent - 3 - kFloat8Bias);
@@ -139,8 +138,10 @@ void unpack_levels(const Kernels& kernels, const Matrix& matrix, int row, float*
     const auto* words = reinterpret_cast<const std::uint32_t*>(from + size(kLanes) * 4);
     const float scale = from_half(halves[lane]), offset = from_half(halves[size(kLanes) + lane]);
     for (int j = 0; j < matrix.block; ++j) {
-      const Place place(j, matrix.format);
-      const float level = level_of(words[size(place.word) * kLanes + lane] >> place.shift, matrix.format);
+      const Place place(j, matrix.format, matrix.block);
+      const std::uint32_t low = words[size(place.word) * kLanes + lane] >> place.shift & place.low_mask;
+      const std::uint32_t high = words[size(place.high_word) * kLanes + lane] >> place.high_shift & place.high_mask;
+      const float level = level_of(low | high << 4U, matrix.format);
       to[matrix.order == nullptr ? i + j : matrix.order[i + j]] = scale * level + offset;
     }
   }
@@ -215,6 +216,8 @@ Size packed_levels_bytes(const Matrix& matrix) {
   if (matrix.format == Format::kPlain) throw std::invalid_argument("a plain weight has no levels");
   if (matrix.block < 16 || matrix.block > cpu::kMaxBlock || matrix.block % 16 != 0 || matrix.inputs % matrix.block != 0)
     throw std::invalid_argument("a block has 16 to 256 inputs, in 16s, and the inputs are whole blocks");
+  if (matrix.format == Format::kLevels5 && matrix.block % 32 != 0)
+    throw std::invalid_argument("a block of levels of 5 bits has whole 32 inputs");
   return size(padded(matrix.outputs, kTile)) / cpu::kLanes * size(matrix.inputs / matrix.block) *
          cpu::bytes_of_block(cpu::bits_of(matrix.format), matrix.block);
 }
@@ -233,10 +236,10 @@ void pack_levels(const Matrix& matrix, const std::int8_t* levels, const std::uin
       halves[lane] = *scales;
       halves[size(cpu::kLanes) + lane] = *offsets;
       for (int i = 0; i < matrix.block; ++i) {
-        const cpu::Place place(i, matrix.format);
-        const std::uint32_t level =
-            static_cast<std::uint8_t>(levels[i]) & (matrix.format == Format::kLevels4 ? 15U : 255U);
-        words[size(place.word) * cpu::kLanes + lane] |= level << place.shift;
+        const cpu::Place place(i, matrix.format, matrix.block);
+        const std::uint32_t level = static_cast<std::uint8_t>(levels[i]);
+        words[size(place.word) * cpu::kLanes + lane] |= (level & place.low_mask) << place.shift;
+        words[size(place.high_word) * cpu::kLanes + lane] |= (level >> 4U & place.high_mask) << place.high_shift;
       }
     }
   }

@@ -18,8 +18,6 @@ inline int divided(int count, int by) { return (count + by - 1) / by; }
 constexpr int kPanel = 96;              // rows of a chunk: their inputs and results stay in the second cache
 constexpr Size kChunkBytes = 192 << 10;  // weights of a chunk of few rows: shorter runs are not fetched ahead in time
 
-inline int bits_of(Format format) { return format == Format::kLevels4 ? 4 : 8; }
-
 inline Size tile_bytes(const Kernels& kernels, const Matrix& matrix) {
   if (matrix.format != Format::kPlain) {
     return 2 * size(matrix.inputs / matrix.block) * bytes_of_block(bits_of(matrix.format), matrix.block);
@@ -44,6 +42,12 @@ struct Cut {
     group = std::max(1, std::min(group, tiles * panels / (4 * threads)));
     group = padded(group, unit);
     lanes = threads;
+    if (panels > 1) return;
+    // Of groups about as large the one with which the busiest thread has least to do.
+    const auto most_tiles = [&](int of_group) { return divided(divided(tiles, of_group), threads) * of_group; };
+    for (int other = padded(group + group / 2, unit); other > 0; other -= unit) {
+      if (most_tiles(other) < most_tiles(group)) group = other;
+    }
   }
   int chunks() const { return panels * divided(tiles, group); }
   int first_row(int chunk) const { return chunk % panels * panel; }

@@ -23,7 +23,7 @@ class Fifo : public PolicyBase<Host> {
   std::string reason(Slot) const { return "inserted first"; }
   void set_evictable(Slot slot, bool evictable) { queue_.set_evictable(slot, evictable); }
 
- private:
+ protected:
   Queue<Host> queue_;
 };
 

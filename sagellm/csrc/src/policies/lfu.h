@@ -3,39 +3,28 @@
 
 #include <vector>
 
-#include "base.h"
+#include "scored.h"
 
 namespace sage {
 
 // With pins, a ranking by frequency and arrival.
 template <typename Host>
-class RankedLfu : public PolicyBase<Host> {
+class RankedLfu : public Scored<Host, Rank<std::uint64_t, std::uint64_t, char>> {
+  using Base = Scored<Host, Rank<std::uint64_t, std::uint64_t, char>>;
+
  public:
-  RankedLfu(Host& host, Settings& settings) : PolicyBase<Host>(host, settings), ranking_(host) {}
+  using Base::Base;
 
   void insert(Slot slot, const BlockFacts&) {
     this->set_where(slot, 1);
-    ranking_.insert(slot, Key{1, ++arrivals_});
+    this->ranking_.insert(slot, {1, ++arrivals_, 0});
   }
-  void hit(Slot slot) { ranking_.update(slot, Key{ranking_.key(slot).frequency + 1, ++arrivals_}); }
-  bool remove(Slot slot, bool) {
-    ranking_.erase(slot);
-    return true;
-  }
-  Slot choose(Slot) { return ranking_.first(); }
+  void hit(Slot slot) { this->ranking_.update(slot, {this->ranking_.key(slot).first + 1, ++arrivals_, 0}); }
   std::string reason(Slot slot) const {
-    return worded("used %llu times", static_cast<unsigned long long>(ranking_.key(slot).frequency));
+    return worded("used %llu times", static_cast<unsigned long long>(this->ranking_.key(slot).first));
   }
-  void set_evictable(Slot slot, bool evictable) { ranking_.set_evictable(slot, evictable); }
 
  private:
-  struct Key {
-    std::uint64_t frequency, arrival;
-    bool operator<(const Key& other) const {
-      return frequency != other.frequency ? frequency < other.frequency : arrival < other.arrival;
-    }
-  };
-  Ranking<Host, Key> ranking_;
   std::uint64_t arrivals_ = 0;
 };
 

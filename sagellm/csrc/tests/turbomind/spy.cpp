@@ -18,45 +18,26 @@ Spy::Spy(const SageHooks* table, const SageHooks* steering, const EngineOptions&
   fill_hooks();
 }
 
+// A hook of the table that is a method of the spy.
+template <typename Return, typename... Arguments, Return (Spy::*method)(Arguments...)>
+struct Spy::Call<method> {
+  static Return call(void* spy, Arguments... arguments) { return (static_cast<Spy*>(spy)->*method)(arguments...); }
+};
+
 void Spy::fill_hooks() {
   hooks_.abi = SAGE_HOOKS_ABI;
   hooks_.struct_size = sizeof hooks_;
   hooks_.flags = (table_.flags & SAGE_REPLACE_TRIE) | (steering_.flags & SAGE_TIME_COMM);
   hooks_.ctx = this;
   // Notices are looked at in any case; a decision that the table leaves to the engine stays the engine's.
-  hooks_.evicted = [](void* ctx, const SageManager* manager, const std::int32_t* ids, const std::uint64_t* unique_ids,
-                      std::int32_t n) { static_cast<Spy*>(ctx)->evicted(manager, ids, unique_ids, n); };
-  hooks_.released = [](void* ctx, const SageManager* manager, std::uint64_t seq_id, const std::int32_t* ids,
-                       const std::uint64_t* unique_ids,
-                       std::int32_t n) { static_cast<Spy*>(ctx)->released(manager, seq_id, ids, unique_ids, n); };
-  hooks_.reset = [](void* ctx, const SageManager* manager) { static_cast<Spy*>(ctx)->reset(manager); };
-  hooks_.prefix_store = [](void* ctx, const SageManager* manager, std::uint64_t seq_id, std::int32_t kind,
-                           const std::int32_t* tokens, const std::int32_t* ids, const std::uint64_t* unique_ids,
-                           std::int32_t n) {
-    static_cast<Spy*>(ctx)->prefix_store(manager, seq_id, kind, tokens, ids, unique_ids, n);
-  };
-  if (table_.evict != nullptr) {
-    hooks_.evict = [](void* ctx, const SageManager* manager, const std::int32_t* cached, std::int32_t n, std::int32_t count,
-                      std::int32_t* victims) { return static_cast<Spy*>(ctx)->evict(manager, cached, n, count, victims); };
-  }
-  if (table_.prefix_lookup != nullptr) {
-    hooks_.prefix_lookup = [](void* ctx, const SageManager* manager, const SageSequence* sequence, std::int32_t max_blocks,
-                              std::int32_t* ids, std::uint64_t* unique_ids) {
-      return static_cast<Spy*>(ctx)->prefix_lookup(manager, sequence, max_blocks, ids, unique_ids);
-    };
-  }
-  if (steering_.schedule != nullptr) {
-    hooks_.schedule = [](void* ctx, const SageStep* step, const SageSequence* sequences, std::int32_t n,
-                         std::uint64_t* priorities, std::int32_t* budget) {
-      return static_cast<Spy*>(ctx)->schedule(step, sequences, n, priorities, budget);
-    };
-  }
-  if (steering_.admit != nullptr) {
-    hooks_.admit = [](void* ctx, std::uint64_t engine, std::int32_t group, const SageRequest* requests, std::int32_t n,
-                      std::int32_t max_admitted, std::int32_t* admitted) {
-      return static_cast<Spy*>(ctx)->admit(engine, group, requests, n, max_admitted, admitted);
-    };
-  }
+  hooks_.evicted = &Call<&Spy::evicted>::call;
+  hooks_.released = &Call<&Spy::released>::call;
+  hooks_.reset = &Call<&Spy::reset>::call;
+  hooks_.prefix_store = &Call<&Spy::prefix_store>::call;
+  if (table_.evict != nullptr) hooks_.evict = &Call<&Spy::evict>::call;
+  if (table_.prefix_lookup != nullptr) hooks_.prefix_lookup = &Call<&Spy::prefix_lookup>::call;
+  if (steering_.schedule != nullptr) hooks_.schedule = &Call<&Spy::schedule>::call;
+  if (steering_.admit != nullptr) hooks_.admit = &Call<&Spy::admit>::call;
   if (steering_.step_end != nullptr) {
     hooks_.step_end = [](void* ctx, const SageStepResult* result) {
       const SageHooks& to = static_cast<Spy*>(ctx)->steering_;

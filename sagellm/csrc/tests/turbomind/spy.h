@@ -52,6 +52,8 @@ class Spy {
   };
   // The manager as the table gets it where it may move blocks: what gave way to another block is noted.
   class Watched;
+  template <auto method>
+  struct Call;
   Rank& at(int rank) { return ranks_.at(static_cast<std::size_t>(rank)); }
   const Rank& at(int rank) const { return ranks_.at(static_cast<std::size_t>(rank)); }
   Rank& enter(const SageManager* manager, bool own_thread = true);

@@ -61,6 +61,7 @@ class Description:
     head: PackedWeight  # of this worker
     logits: int  # outputs of the whole output layer
     ranks: Ranks
+    replicas: int  # adjacent workers that have the same key head
     kept: list[Any] = field(default_factory=list)
 
 
@@ -114,6 +115,7 @@ def describe(model: nn.Module) -> Description:
     inner, kept, (ranks, _) = model.model, [], ranks_of(model)
     first, whole_head = inner.layers[0].self_attn.attn_fwd.impl, model.lm_head.impl.packed
     head, dtype = ranks.head(whole_head), whole_head.dtype
+    replicas = getattr(inner.layers[0].self_attn.qkv_proj, "num_replicate_kv_heads", 1)
 
     def numbers(norm: nn.Module | None) -> int:
         if norm is None:
@@ -175,12 +177,12 @@ def describe(model: nn.Module) -> Description:
         "activation": gated.activation,
     }
     if ranks.size > 1:
-        shape |= {"ranks": ranks.size, "rank": ranks.rank, "logits": whole_head.outputs}
+        shape |= {"ranks": ranks.size, "rank": ranks.rank, "replicas": replicas, "logits": whole_head.outputs}
     layers = [layer(block) for block in inner.layers]
     kept.append(embedding)
     decoder = _core.CpuDecoder(kernels(dtype), shape, layers, embedding.matrix, numbers(inner.norm), head.matrix)
     sizes = (head.inputs, first.num_heads, first.num_kv_heads, first.head_size, len(layers))
-    return Description(decoder, inner.rotary_emb, *sizes, dtype, head, whole_head.outputs, ranks, kept)
+    return Description(decoder, inner.rotary_emb, *sizes, dtype, head, whole_head.outputs, ranks, replicas, kept)
 
 
 class CpuRunner(GraphRunner):
@@ -196,7 +198,9 @@ class CpuRunner(GraphRunner):
             self.native: Description | None = None if self.reason else describe(model)
         self._exchanges: Exchanges | None = None
         if self.native is not None and self.native.ranks.size > 1:
-            self._exchanges = Exchanges(self.native.ranks, self.native.layers, self.native.hidden)
+            self._exchanges = Exchanges(
+                self.native.ranks, self.native.layers, self.native.hidden, self.native.logits
+            )
         self._sharing = "where it pays" if hooks.prefix_attention == "auto" else "never"  # keys of common prefixes
         self._bound: Any = None
         self._trees: Sequence[Any] | None = None  # guesses of the sequences of the next step
@@ -207,6 +211,10 @@ class CpuRunner(GraphRunner):
         if self._sparse is not None and self.native is not None:
             native = self.native
             self._sparse.bind(native.heads, native.kv_heads, native.head_size, native.decoder.prompt_tile)
+            if self._exchanges is not None:
+                self._sparse.split(native.ranks.size, native.replicas, self._agree)
+        if self._sparse is not None and (ranks := ranks_of(model)[0]).size > 1:
+            self._sparse.serve_engine(is_first=ranks.rank == 0, is_recorded=hooks.record is not None)
 
     def get_capture_batch_sizes(self) -> list[int]:
         """There is no graph to capture, hence one warm-up batch instead of one a power of two."""
@@ -300,6 +308,9 @@ class CpuRunner(GraphRunner):
             return self.native.decoder.run(team(), tensors, wishes, exchanges=self._exchanged(tokens.numel(), is_decoding))[0]
         return self._run_sparse(is_decoding, whole[2], whole[3], whole[4], tensors, wishes)
 
+    def _agree(self, fault: str) -> str:
+        return self.native.ranks.agree(self._exchanges.of_step(1, "decode")[-1][0], fault)
+
     def _exchanged(self, num_tokens: int, is_decoding: bool) -> list[tuple[Any, int]] | None:
         return None if self._exchanges is None else self._exchanges.of_step(num_tokens, "decode" if is_decoding else "prompt")
 
@@ -325,6 +336,9 @@ class CpuRunner(GraphRunner):
             tensors["is_repeated"] = True
             drawn = self.native.decoder.run(team(), tensors, wishes, exchanges=exchanges)[0]
         elif seen is not None:
+            if exchanges is not None:
+                own, replicas = torch.from_numpy(seen.weights), self.native.replicas
+                seen.weights = self.native.ranks.gather_key_heads(exchanges[-1][0], own, replicas).numpy()
             sparse.note(seen)
         if not is_decoding and sparse.policy.selects_prompts:
             sparse.count_prompts(queries, lengths, None if fault else prompts, read)
@@ -356,7 +370,7 @@ class CpuRunner(GraphRunner):
             self._codes = _zeros(*of_heads, known["block_size"] * self.native.head_size // 4, dtype=torch.uint8)
             known["codes"] = self._codes.data_ptr()
         if "means" in wanted:
-            self._key_sums = _zeros(*of_heads, self.native.head_size, dtype=torch.int64)
+            self._key_sums = _zeros(*of_heads, self.native.head_size, dtype=torch.int32)
             known["key_sums"] = self._key_sums.data_ptr()
         self.native.decoder.bind(known)
         self._bound = caches

@@ -1,7 +1,6 @@
 """The type in which products with bfloat16 weights are computed: chosen by measuring once on a machine, or by the user."""
 
 import json
-import os
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import torch
 
 from sagellm import __version__, _core
+from sagellm.core.cached_folder import write_whole
 from sagellm.core.errors import ConfigError
 
 __all__ = ["CACHE_NAME", "INSTRUCTION_SETS", "choose_isa"]
@@ -93,6 +93,4 @@ def _read(file: Path) -> dict[str, str]:
 def _write(file: Path, known: dict[str, str]) -> None:
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        new = file.with_suffix(f".{os.getpid()}.new")
-        new.write_text(json.dumps(known, indent=1) + "\n")
-        new.replace(file)
+        write_whole(file, json.dumps(known, indent=1) + "\n")

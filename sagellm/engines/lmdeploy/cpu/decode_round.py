@@ -10,7 +10,7 @@ from lmdeploy.pytorch.engine.model_agent import BatchedLogProbs, BatchedOutputs,
 from lmdeploy.pytorch.strategies.ar.model_agent import ARModelAgentStrategy
 
 from sagellm.engines.lmdeploy.cpu.compiled import CpuRunner
-from sagellm.engines.lmdeploy.cpu.operators.sampling import Sampled
+from sagellm.engines.lmdeploy.cpu.operators.sampling import Sampled, draws_of
 from sagellm.engines.lmdeploy.sparsity import reading
 
 __all__ = ["run_round"]
@@ -38,7 +38,8 @@ def run_round(
         wishes = sampling_inputs
         if speculator is not None:
             ended = sampling_inputs.session_to_cleanup
-            inputs = speculator.extend(inputs, extra_inputs, loop_count - 1 - step, False, ended)
+            draws = draws_of(sampling_inputs) if speculator.takes_draws else None
+            inputs = speculator.extend(inputs, extra_inputs, loop_count - 1 - step, False, ended, draws)
             wishes = speculator.rows_of(sampling_inputs)
         chosen = reading(agent.cache_engine.cache_config, inputs)
         drawn = runner.decode(agent.cache_engine.gpu_cache, chosen, wishes)

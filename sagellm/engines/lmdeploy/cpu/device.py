@@ -19,6 +19,7 @@ from sagellm.core.errors import ConfigError
 from sagellm.core.tasks import end_tasks
 from sagellm.engines.lmdeploy.cpu.cache import KEY_GROUP, dtype_of
 from sagellm.engines.lmdeploy.cpu.runtime import CpuRuntime, keep_freed_memory, memory_bytes
+from sagellm.engines.lmdeploy.sparsity import tell_engine
 from sagellm.models.quantized import container_of, quantization_of, to_container
 
 DTYPES = ("auto", "float32", "bfloat16")
@@ -208,6 +209,7 @@ class CpuDevice:
 
     def push(self, push: Callable[..., None], agent: Any, args: tuple, kwargs: dict) -> None:
         """Hand a step's output over on the event loop that waits for it."""
+        tell_engine(agent.cache_config, *args, **kwargs)
         stepper = self._steppers.get(agent)
         if stepper is None or stepper.home is _running_loop():
             push(agent, *args, **kwargs)

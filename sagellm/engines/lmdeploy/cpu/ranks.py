@@ -61,9 +61,28 @@ class Ranks:
 
     def gather_logits(self, exchange: _core.Exchange, own: torch.Tensor, outputs: int) -> torch.Tensor:
         """Return the logits [rows, outputs] of which each worker has a part, `own`: [rows, part]."""
-        part, whole = self.part(outputs), torch.empty(len(own), outputs)
+        return self._gather(exchange, own, outputs, self.part(outputs))
+
+    def gather_key_heads(self, exchange: _core.Exchange, own: torch.Tensor, replicas: int) -> torch.Tensor:
+        """Return numbers of all key heads from those of each worker's, [rows, key heads, numbers] float32.
+
+        Args:
+            replicas: adjacent workers that have the same key head; their numbers are added up.
+        """
+        rows, heads, numbers = own.shape
+        part = heads * numbers
+        whole = self._gather(exchange, own.flatten(1), self.size * part, part).view(rows, -1, replicas, numbers)
+        return whole.sum(2)
+
+    def agree(self, exchange: _core.Exchange, fault: str) -> str:
+        """Return a worker's own fault, or that of another one; empty if none has any."""
+        failed = self._gather(exchange, torch.full((1, 1), float(bool(fault))), self.size, 1)
+        return fault or ("it failed in another worker, whose log says why" if failed.any() else "")
+
+    def _gather(self, exchange: _core.Exchange, own: torch.Tensor, columns: int, part: int) -> torch.Tensor:
+        whole = torch.empty(len(own), columns)
         whole[:, self.rank * part : self.rank * part + own.shape[1]] = own
-        exchange.gather(whole.data_ptr(), len(whole), outputs, part)
+        exchange.gather(whole.data_ptr(), len(whole), columns, part)
         return whole
 
 
@@ -72,56 +91,64 @@ class Exchanges:
 
     Args:
         hidden: numbers of a token between two layers.
+        logits: numbers of a token behind the output layer.
     """
 
-    def __init__(self, ranks: Ranks, num_layers: int, hidden: int) -> None:
-        self._ranks, self._num_layers, self._hidden = ranks, num_layers, hidden
-        self._by_backend: dict[str, _core.Exchange] = {}
+    def __init__(self, ranks: Ranks, num_layers: int, hidden: int, logits: int) -> None:
+        self._ranks, self._num_layers, self._hidden, self._logits = ranks, num_layers, hidden, logits
+        self._num_changes = 0
+        self._by_backends: dict[tuple[str, str], _core.Exchange] = {}
         self._known: dict[tuple[int, str], list[tuple[_core.Exchange, int]]] = {}
 
     def of_step(self, num_tokens: int, phase: str) -> list[tuple[_core.Exchange, int]]:
-        """Return for each layer who adds up its parts, and in how many pieces. The last one gathers logits, too."""
+        """Return for each layer who adds up its parts, and in how many pieces. The last one gathers the logits, too."""
+        observer = _observer()
+        if observer is not None and observer.num_changes != self._num_changes:
+            self._num_changes = observer.num_changes
+            self._known.clear()
         key = num_tokens, phase
         found = self._known.get(key)
         if found is None:
-            if (observer := _observer()) is None:
-                decisions = [CommDecision(GROUP)] * self._num_layers
-            else:
+            decisions, logits = [CommDecision(GROUP)] * self._num_layers, CommDecision(GROUP)
+            if observer is not None:
                 decisions = observer.of_layers(4 * num_tokens * self._hidden, self._num_layers, phase)
-            found = [(self._exchange(each.backend), each.pieces) for each in decisions]
+                logits = observer.of_logits(4 * num_tokens * self._ranks.part(self._logits), phase)
+            found = [(self._exchange(each.backend, each.backend), each.pieces) for each in decisions[:-1]]
+            found.append((self._exchange(decisions[-1].backend, logits.backend), decisions[-1].pieces))
             if len(self._known) < MOST_KNOWN:
                 self._known[key] = found
         return found
 
-    def _exchange(self, backend: str) -> _core.Exchange:
-        found = self._by_backend.get(backend)
+    def _exchange(self, sums: str, gatherings: str) -> _core.Exchange:
+        """Return what adds up by one backend and gathers by another."""
+        found = self._by_backends.get((sums, gatherings))
         if found is None:
             observer = _observer()
-            found = None if observer is None else observer.native_exchange(backend)
-            found = self._by_backend[backend] = found or self._by_callbacks(backend)
+            found = observer.native_exchange(sums) if observer is not None and sums == gatherings else None
+            found = self._by_backends[sums, gatherings] = found or self._by_callbacks(sums, gatherings)
         return found
 
-    def _by_callbacks(self, backend: str) -> _core.CallbackExchange:
+    def _by_callbacks(self, sums: str, gatherings: str) -> _core.CallbackExchange:
         """Exchange by LMDeploy's functions, where plug-ins and the record see each collective."""
         group, rank, size = self._ranks.group, self._ranks.rank, self._ranks.size
 
-        def using() -> Any:
+        def using(backend: str) -> Any:
             observer = _observer()
             return nullcontext() if observer is None else observer.using(backend)
 
         def add_up(address: int, count: int) -> None:
-            with using():
+            with using(sums):
                 distributed.all_reduce(_numbers(address, count), group=group)
 
         def begin_sum(address: int, count: int) -> Any:
-            with using():
+            with using(sums):
                 return distributed.all_reduce(_numbers(address, count), group=group, async_op=True).wait
 
         def gather(address: int, rows: int, columns: int, part: int) -> None:
             whole = _numbers(address, rows * columns).view(rows, columns)
             own = nn.functional.pad(whole, (0, size * part - columns))[:, rank * part : (rank + 1) * part].contiguous()
             parts = own.new_empty(size, rows, part)
-            with using():
+            with using(gatherings):
                 distributed.all_gather(list(parts), own, group=group)
             whole.copy_(parts.transpose(0, 1).flatten(1)[:, :columns])
 

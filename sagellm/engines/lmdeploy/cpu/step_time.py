@@ -45,9 +45,10 @@ class WeightFormat:
             return None
         form = LEVELS4 if self.bits == 4 else FLOAT8 if self.is_float else LEVELS8
         block = whole_block(inputs, self._block(inputs))
-        values = np.random.default_rng(0).integers(0, 16, (outputs, inputs), np.int8)
+        # Floats of 8 bits have exponents, as nearly all weights do, and only levels of 4 bits have offsets.
+        values = np.random.default_rng(0).integers(0, 16, (outputs, inputs), np.int8) + np.int8(64 * self.is_float)
         scales = np.full((outputs, inputs // block), 0.01, np.float16)
-        return Levels(values, scales, -8 * scales, form)
+        return Levels(values, scales, scales * np.float16(-8 if self.bits == 4 else 0), form)
 
     def num_bytes(self, outputs: int, inputs: int) -> int:
         """Bytes of a packed matrix."""

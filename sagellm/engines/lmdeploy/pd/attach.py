@@ -1,49 +1,30 @@
 """The engine's part in a prefill/decode group, called by the inserted lines in LMDeploy's engine."""
 
 import asyncio
-import contextlib
-import logging
-import os
 import time
-import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from sagellm.comm_backend.control import ControlConnection, ControlServer, read_key
-from sagellm.comm_backend.group_messages import (
-    Capabilities,
-    Connect,
-    Done,
-    EngineFacts,
-    Fetch,
-    Held,
-    Hello,
-    PrefixChange,
-    Release,
-    Released,
-    Subscribe,
-)
+from sagellm.comm_backend.control import ControlConnection
+from sagellm.comm_backend.group_messages import Connect, Done, EngineFacts, Fetch, Held, Release, Released
 from sagellm.core.config import HookConfig
-from sagellm.core.errors import PeerError, SageError
-from sagellm.engines.lmdeploy.capabilities import pytorch_capabilities
 from sagellm.engines.lmdeploy.pd.arrivals import Arrivals
 from sagellm.engines.lmdeploy.pd.distserve import DistServe
+from sagellm.engines.lmdeploy.pd.followed import FollowedEngine
 from sagellm.engines.lmdeploy.pd.offers import Offers
-from sagellm.engines.lmdeploy.pd.peers import Peers, refusal
+from sagellm.engines.lmdeploy.pd.peers import Peers
 from sagellm.engines.lmdeploy.pd.ranks import open_workers
 from sagellm.engines.lmdeploy.pd.watchers import Watchers
 
 __all__ = ["PrefillDecode"]
 
-logger = logging.getLogger("sagellm")
-
 QUANTILES = (0.5, 0.9, 0.99)
 TIMES = ("first_token_s", "joined_s", "decoded_s", "step_s", "waited_s")  # of `Arrivals`
 
 
-class PrefillDecode(DistServe):
+class PrefillDecode(FollowedEngine, DistServe):
     """Every method runs on the engine's loop. Takes the place of LMDeploy's `EngineP2PConnection` and of its migration loop.
 
     Raises:
@@ -55,14 +36,8 @@ class PrefillDecode(DistServe):
         from lmdeploy.messages import ResponseType
         from lmdeploy.pytorch.messages import MessageStatus
 
+        super().__init__(engine, hooks, host)
         self._status, self._cancelled = MessageStatus, ResponseType.CANCEL
-        assert hooks.pd is not None
-        self._engine, self._scheduler, self._config, self._model = engine, engine.scheduler, hooks.pd, hooks.model
-        self._key = read_key(self._config.key_file)
-        self._is_server = hooks.run_dir is not None
-        self._instance = uuid.uuid4().hex
-        found = pytorch_capabilities(engine.cache_config.device_type)
-        self._capabilities = Capabilities(**{name: getattr(found, name) for name in Capabilities.model_fields})
         self._workers = open_workers(engine.executor, self._config, self._is_server)
         self._changed = asyncio.Event()  # what may run, since the engine's last look
         allocator = self._scheduler.block_manager.allocator
@@ -76,18 +51,13 @@ class PrefillDecode(DistServe):
             self._scheduler, self._peers, self._workers.transfer, self._workers.cancel, self._wake, self._say,
             self._watchers.note, self._config.timeout_s, hooks.block_bytes // engine.cache_config.block_size,
         )  # fmt: skip
-        self._server: ControlServer | None = None
-        self._address = ""
         self._answers: asyncio.Queue | None = None
         self._runnable: Any = None
 
     def facts(self) -> EngineFacts:
-        cache = self._scheduler.cache_config
         return EngineFacts(
-            engine_id=self._config.engine_id, instance=self._instance, role=self._config.role, model=self._model,
-            weights=self._config.weights, channel=self._config.channel, endpoints=self._workers.endpoints(),
-            block_size=cache.block_size, num_blocks=cache.num_gpu_blocks, token_bytes=self._workers.token_bytes(),
-            timeout_s=self._config.timeout_s, capabilities=self._capabilities,
+            role=self._config.role, weights=self._config.weights, channel=self._config.channel,
+            endpoints=self._workers.endpoints(), token_bytes=self._workers.token_bytes(), **self.own_facts(),
         )  # fmt: skip
 
     # ---- the engine's life
@@ -95,31 +65,19 @@ class PrefillDecode(DistServe):
     async def run(self, answers: asyncio.Queue, runnable: Any) -> None:
         """In place of LMDeploy's migration loop: until the engine ends. `answers`: what the engine sends out."""
         self._answers, self._runnable = answers, runnable
-        handlers = {
-            Hello: self._hello, Connect: self._connect, Fetch: self._fetch, Release: self._release, Subscribe: self._subscribe,
-        }  # fmt: skip
         waiting = self._engine.migration_event
         try:
-            await self._workers.start(on_lost=waiting.set)
-            self._server = ControlServer(self._key, handlers, self._lost)
-            self._address = await self._server.start(self._config.control_host, self._config.control_port)
-            while True:
-                await waiting.wait()
-                waiting.clear()
-                self._workers.check()
-                for seq in self._scheduler.waiting_migration:
-                    self._take(seq)
-        except SageError as error:
-            logger.critical("the engine ends: %s", error)
-            if self._is_server:  # its other process does not check this loop; it sees the end of the process
-                os._exit(1)
-            raise
+            with self._ending_with_it():
+                await self._workers.start(on_lost=waiting.set)
+                await self._open()
+                while True:
+                    await waiting.wait()
+                    waiting.clear()
+                    self._workers.check()
+                    for seq in self._scheduler.waiting_migration:
+                        self._take(seq)
         finally:
-            # Apart: with each of its tasks that ends LMDeploy cancels this one again.
-            ending = asyncio.create_task(self._end())
-            while not ending.done():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.shield(ending)
+            await self._until_ended()
 
     def engine_closes(self) -> None:
         """From any thread: LMDeploy ends its workers before it ends `run`."""
@@ -127,12 +85,10 @@ class PrefillDecode(DistServe):
 
     async def _end(self) -> None:
         self._workers.may_go()
-        self._watchers.close()
         self.offers.close()
         await self.arrivals.close()
         await self._peers.close()
-        if self._server is not None:
-            await self._server.close()
+        await super()._end()
         await self._workers.close()
 
     def _take(self, seq: Any) -> None:
@@ -217,23 +173,14 @@ class PrefillDecode(DistServe):
         self._engine.end_session(session_id)
         self._wake()  # somebody may have waited for the blocks
 
-    @property
-    def address(self) -> str:
-        """host:port of its control connections; empty until `run` has begun."""
-        return self._address
-
     async def connect_peer(self, engine_id: str, address: str) -> None:
         """As `Connect` of the proxy asks. Raises PeerError or TransferError."""
         await self._peers.connect(engine_id, address)
 
     # ---- what others ask
 
-    async def _hello(self, connection: ControlConnection, message: Hello) -> EngineFacts:
-        own = self.facts()
-        if message.facts is not None and (why := refusal(message.facts, own)):
-            raise PeerError(f"{own.engine_id} does not fit {message.engine_id}: {why}.")
-        connection.peer = message.engine_id
-        return own
+    def _handlers(self) -> Mapping[type, Any]:
+        return {**super()._handlers(), Connect: self._connect, Fetch: self._fetch, Release: self._release}
 
     async def _connect(self, _: ControlConnection, message: Connect) -> Done:
         await self.connect_peer(message.engine_id, message.address)
@@ -248,11 +195,8 @@ class PrefillDecode(DistServe):
     async def _release(self, _: ControlConnection, message: Release) -> Released:
         return Released(was_held=self.offers.release(message.transfer_id))
 
-    async def _subscribe(self, connection: ControlConnection, _: Subscribe) -> PrefixChange:
-        return self._watchers.add(connection)
-
     def _lost(self, connection: ControlConnection) -> None:
-        self._watchers.remove(connection)
+        super()._lost(connection)
         self.offers.lost(connection, connection.peer or "")
 
     # ---- report

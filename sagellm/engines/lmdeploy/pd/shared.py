@@ -16,7 +16,7 @@ def shared_caches(cache_engine: Any, caches: tuple) -> tuple:
     """
     spec = cache_engine.cache_config.sage
     pd = HookConfig.model_validate_json(spec).pd if spec is not None else None
-    if pd is None:
+    if pd is None or pd.role is None:
         return caches
     register_group(pd)
     if cache_engine.world_size > 1:

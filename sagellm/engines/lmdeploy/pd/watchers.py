@@ -3,11 +3,11 @@
 import asyncio
 import contextlib
 from collections import deque
+from collections.abc import Sized
 from typing import Any
 
 from sagellm.comm_backend.group_messages import Load, PrefixChange, StepCost
 from sagellm.engines.lmdeploy.pd.feed import Feed
-from sagellm.engines.lmdeploy.pd.offers import Offers
 from sagellm.prefix_reuse import PrefixChanges, changes_of, snapshot_of
 
 __all__ = ["Watchers"]
@@ -20,7 +20,7 @@ MAX_KEYS = 100_000  # hashes a message
 class Watchers:
     """The connections that subscribed. Every method runs on the engine's loop. Without one it costs a branch a step."""
 
-    def __init__(self, scheduler: Any, offers: Offers, host: Any) -> None:
+    def __init__(self, scheduler: Any, offers: Sized, host: Any) -> None:
         self._scheduler, self._offers = scheduler, offers
         self._feed: Feed | None = next((each for _, each in host.plugins if isinstance(each, Feed)), None)
         self._connections: list[Any] = []

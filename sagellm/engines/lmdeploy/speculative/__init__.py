@@ -4,12 +4,16 @@ from typing import Any
 
 
 def build_factory(model_config: Any, spec: str) -> Any:
-    """LMDeploy's strategies with guesses, or None. `spec`: the JSON of a `HookConfig`."""
+    """LMDeploy's strategies with guesses, or with news of a sparse policy, or None. `spec`: the JSON of a `HookConfig`."""
     from sagellm.core.config import HookConfig
 
-    wanted = HookConfig.model_validate_json(spec).speculative
-    if wanted is None:
-        return None
-    from sagellm.engines.lmdeploy.speculative.factory import SpecFactory
+    config = HookConfig.model_validate_json(spec)
+    if config.speculative is not None:
+        from sagellm.engines.lmdeploy.speculative.factory import SpecFactory
 
-    return SpecFactory(model_config, wanted)
+        return SpecFactory(model_config, config.speculative)
+    if config.sparsity is not None:
+        from sagellm.engines.lmdeploy.sparse_workers import SparseFactory
+
+        return SparseFactory(model_config)
+    return None

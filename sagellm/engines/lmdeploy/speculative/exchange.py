@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from lmdeploy.pytorch.strategies.ar.model_agent import ARExtraOutputs
+
+from sagellm.engines.lmdeploy.sparse_workers import WorkerOutputs
 
 __all__ = ["News", "SpecExtraInputs", "SpecExtraOutputs", "extra_inputs_of"]
 
@@ -54,7 +55,7 @@ class SpecExtraInputs:
 
 
 @dataclass
-class SpecExtraOutputs(ARExtraOutputs):
+class SpecExtraOutputs(WorkerOutputs):
     """`num_drafted`: int64 [sequences], guesses that were computed in this step; None where there were none. `report`: the
     speculator's, where that is in another process than the engine."""
 

@@ -17,6 +17,7 @@ from lmdeploy.pytorch.strategies.ar.sequence import ARSequenceStrategy
 
 from sagellm.accel.speculative.statistics import RequestGuesses
 from sagellm.core.config import SpeculativeSpec
+from sagellm.engines.lmdeploy.sparse_workers import hand_over
 from sagellm.engines.lmdeploy.speculative.exchange import SpecExtraOutputs, extra_inputs_of
 from sagellm.engines.lmdeploy.speculative.reserve import Reserve
 from sagellm.engines.lmdeploy.speculative.speculator import Speculator
@@ -67,7 +68,7 @@ class SpecAgentStrategy(ARModelAgentStrategy):
 
     def make_extra_outputs(self, extra_inputs: Any, **kwargs: Any) -> SpecExtraOutputs:
         report = None if self.speculator.sharing is None else self.speculator.report()
-        return SpecExtraOutputs(self.speculator.num_drafted(), report)
+        return SpecExtraOutputs(num_drafted=self.speculator.num_drafted(), report=report)
 
     @contextmanager
     def broadcast_next_token(self, next_token_ids: torch.Tensor, extra_inputs: Any, dist_ctx: Any) -> Iterator[None]:
@@ -133,6 +134,7 @@ class SpecSequenceStrategy(ARSequenceStrategy):
         self._latest = latest
 
     def update_running(self, running: list[Any], batched_outputs: Any, is_decoding: bool) -> None:
+        hand_over(running, batched_outputs)
         is_run = [seq.status == MessageStatus.LOCKED for seq in running]
         if (report := batched_outputs.extra_outputs.report) is not None:
             self._latest.update(report)

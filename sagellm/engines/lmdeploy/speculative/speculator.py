@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from sagellm.accel.speculative.base import Ask, SpeculativeStrategy, StepOutcome, Verdict
+from sagellm.accel.speculative.base import Ask, Draw, SpeculativeStrategy, StepOutcome, Verdict
 from sagellm.accel.speculative.statistics import Statistics
 from sagellm.accel.speculative.tree import Draft, DraftTree
 from sagellm.engines.lmdeploy.speculative.exchange import SpecExtraInputs
@@ -41,7 +41,7 @@ class Speculator:
     None where a decode step of the device takes several tokens of a sequence, of each another number. Elsewhere a step with
     guesses goes as one of prompts whose beginnings are in the cache, and has so many tokens at most. `sharing`: of a worker
     among several, of which worker 0 guesses. `listeners`: by request, who hears of its guesses: (tokens before, guesses).
-    `trees`: computes trees of guesses, see `CpuRunner`; None: they become chains.
+    `trees`: computes trees of guesses, see `CpuRunner`; None: they become chains. `takes_draws`: the strategy wants `Ask.draw`.
     """
 
     def __init__(self, strategy: SpeculativeStrategy, vocab_size: int) -> None:
@@ -54,6 +54,7 @@ class Speculator:
         self.trees: Any = None
         self._guarded = GuardedStrategy(strategy, vocab_size)
         self.name, self.bind = self._guarded.name, self._guarded.bind
+        self.takes_draws = getattr(strategy, "takes_draws", False) is True
         self._texts: dict[int, Text] = {}
         self._extra: SpecExtraInputs | None = None
         self._batch: list[tuple[int, Text]] = []  # requests of the step, but those of which it computes a part
@@ -64,6 +65,7 @@ class Speculator:
         self._drafts: list[Draft] = []
         self._num_history: list[int] = []  # tokens of each sequence before the step
         self._is_decoding = self._has_floor = False
+        self._draws: Callable[[int, int], Draw] | None = None
         self._quiet = 0  # so many further steps the strategy need not be told of at once
         self._late: list[_Late] = []  # those that it has not been told of, all of the same batch
         self._num_before = self._num_later = 0
@@ -80,15 +82,18 @@ class Speculator:
     # ---- before the forward pass
 
     def extend(
-        self, inputs: Any, extra: SpecExtraInputs, num_later: int, return_logits: bool, ended: Sequence[int] | None
-    ) -> Any:
+        self, inputs: Any, extra: SpecExtraInputs, num_later: int, return_logits: bool, ended: Sequence[int] | None,
+        draws: Callable[[int, int], Draw] | None = None,
+    ) -> Any:  # fmt: skip
         """LMDeploy's `ModelInputs` of a step, with guesses behind the last token of its sequences.
 
         Args:
             num_later: further decode steps of this round, for each of which a sequence needs room for a token.
             return_logits: a request wants scores of the step, which are counted by sequence.
             ended: requests that have ended since the last step; a new one may have the name of one of them.
+            draws: (sequence, count) -> how its next `count` tokens are drawn; None if that is unknown.
         """
+        self._draws = draws
         if self.sharing is None:
             return self._guess(inputs, extra, num_later, return_logits, ended)
         if self.sharing.rank > 0:
@@ -162,17 +167,20 @@ class Speculator:
         """Guesses by request."""
         extra, asks = self._extra, []
         takes_trees = self.trees is not None and self.trees.takes_trees
+        tree = None if takes_trees else False
         if self._tables is None:
             self._tables = tables.cpu().numpy().astype(np.int64)  # a copy: the engine owns its table
             self._tables.flags.writeable = False
-        for (request, text), held, table in zip(self._batch, extra.num_blocks, self._tables, strict=True):
+        for number, (request, text) in enumerate(self._batch):
+            held, table = extra.num_blocks[number], self._tables[number]
             if text.may_guess:
                 room = held * extra.block_size - text.size - self._num_later
                 limit = min(lookahead, text.left - 1, room, text.floor - 1)
                 if extra.limits:
                     limit = min(limit, extra.limits.get(request, limit))
                 if limit > 0:
-                    asks.append(Ask(request, text.tokens, limit, table[:held]))
+                    draw = None if self._draws is None else self._draws(number, limit + 1)
+                    asks.append(Ask(request, text.tokens, limit, table[:held], tree, draw))
         drafts = {}
         for ask, (guesses, why) in zip(asks, self._guarded.propose(asks) if asks else (), strict=True):
             is_cut = isinstance(guesses, DraftTree) and not takes_trees

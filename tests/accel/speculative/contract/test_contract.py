@@ -10,16 +10,21 @@ import torch
 from click.testing import CliRunner
 
 from sagellm.accel.speculative.base import SpeculativeStrategy
+from sagellm.accel.speculative.chain import ChainStrategy
 from sagellm.accel.speculative.contract.exactness import Guesser
 from sagellm.accel.speculative.contract.fit import BROKEN_SIGMAS, deviation
 from sagellm.accel.speculative.contract.rules import ENGINE_RULES, RULES, check_engine, check_speculator
 from sagellm.accel.speculative.halves import DraftModel, ExactVerifier
 from sagellm.accel.speculative.ngram import NgramStrategy
+from sagellm.accel.speculative.suffix import SuffixStrategy
+from sagellm.accel.speculative.tree import DraftTree
 from sagellm.cli.kinds import check
 from sagellm.engines.lmdeploy.cpu.compiled import CpuRunner
 from sagellm.engines.lmdeploy.speculative import speculator as judging
 from sagellm.engines.lmdeploy.speculative.factory import SpecAgentStrategy
 from sagellm.engines.lmdeploy.speculative.verify import sampling_rows
+from tests.contract import broken
+from tests.sweeps import slow_but
 
 HERE = "tests.accel.speculative.contract.test_contract:"
 
@@ -31,6 +36,13 @@ class Twos(SpeculativeStrategy):
 
     def propose(self, asks):
         return [[2] * ask.limit for ask in asks]
+
+
+class Trees(Twos):
+    takes_shape = True
+
+    def propose(self, asks):
+        return [DraftTree([2], [-1]) for _ in asks]
 
 
 class TooMany(Twos):
@@ -148,7 +160,7 @@ class EndlesslyDeaf(Twos):
 
 
 FAULTS = {
-    TooMany: "limits", Foreign: "vocabulary", Missing: "answers", Halves: "answers", Writes: "leaves_asks",
+    Trees: "shape", TooMany: "limits", Foreign: "vocabulary", Missing: "answers", Halves: "answers", Writes: "leaves_asks",
     Forgetful: "raises_nothing", Hoards: "forgets", Counts: "deterministic", Lenient: "options", Wild: "lookahead",
     CountsCalls: "quiet", WakesEarly: "quiet", Deaf: "quiet", EndlesslyDeaf: "quiet",
 }  # fmt: skip
@@ -156,11 +168,7 @@ FAULTS = {
 SHOWN_IN = {"options": "options", "deterministic": "crowd", "quiet": "crowd", "forgets": "requests that end"}
 
 
-def broken(report):
-    return {result.rule: result.message for result in report.results if result.seen and not result.passed}
-
-
-@pytest.mark.parametrize("kind", [Twos, NgramStrategy], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Twos, NgramStrategy, SuffixStrategy, ChainStrategy], ids=lambda kind: kind.__name__)
 def test_good_ones(kind):
     report = check_speculator(kind, rounds=1)
     assert report.passed and [result.rule for result in report.results] == list(RULES), report
@@ -378,20 +386,21 @@ def test_each_fault_of_an_engine_is_caught(trial, monkeypatch, module, name, fau
     assert set(found) - {"runs"} == rules - {"runs"} and rules <= set(found), found
 
 
-@pytest.mark.parametrize(("name", "fault"), [
+@pytest.mark.parametrize(("name", "fault"), slow_but([
     ("cpu.backend.CpuRunner", SeesSiblings), ("cpu.backend.CpuRunner", WrongPositions),
     ("cpu.backend.CpuRunner", LeavesKeys), ("speculative.factory.Speculator", FirstText),
-], ids=lambda value: getattr(value, "__name__", ""))  # fmt: skip
+], ("cpu.backend.CpuRunner", SeesSiblings), ("speculative.factory.Speculator", FirstText)),
+    ids=lambda value: getattr(value, "__name__", ""))  # fmt: skip
 def test_each_fault_of_trees_is_caught(trial, monkeypatch, name, fault):
     monkeypatch.setattr(f"sagellm.engines.lmdeploy.{name}", fault)
     found = broken(check_engine(trial, Guesser("ngram", {}), only=("greedy answers",)))
     assert set(found) - {"runs"} == {"greedy"} and "PartlyRightTreeStrategy" in found["greedy"], found
 
 
-@pytest.mark.parametrize(("verifier", "rules"), [
+@pytest.mark.parametrize(("verifier", "rules"), slow_but([
     (FirstUnverified, {"greedy"}), (RestUnverified, {"greedy"}), (OtherBranch, {"greedy"}), (NoPath, {"runs"}),
     (ExactVerifier, set()),
-], ids=lambda value: getattr(value, "__name__", ""))  # fmt: skip
+], (RestUnverified, {"greedy"}), (ExactVerifier, set())), ids=lambda value: getattr(value, "__name__", ""))  # fmt: skip
 def test_a_verifier_that_changes_answers_is_caught(trial, verifier, rules):
     module = HERE if verifier is not ExactVerifier else "sagellm.accel.speculative.halves:"
     options = {"draft": f"{HERE}Guesses", "verifier": module + verifier.__name__}

@@ -17,9 +17,9 @@ from tests.accel.speculative.contract.test_contract import (
     FirstUnverified,
     LeavesRejectedKeys,
     LeavesRejectedKeysOfAStep,
-    broken,
 )
 from tests.conftest import SHAPE
+from tests.contract import broken
 
 HERE = "tests.accel.speculative.contract.test_draft_models:"
 
@@ -64,6 +64,7 @@ def guesser(draft, kind="draft"):
     return Guesser(kind, {"model": str(draft)}, (draft,))
 
 
+@pytest.mark.slow
 def test_an_engine_in_which_guesses_are_wrong_right_and_both(trial, draft):
     Counted.runs.clear()
     report = check_engine(trial, guesser(draft, HERE + "Counted"), only=("greedy answers", "answers in bfloat16"))
@@ -85,6 +86,7 @@ def test_a_fault_of_the_engine_shows_with_a_draft_model(trial, draft, monkeypatc
     assert set(found) - {"runs"} == {"greedy"} and says in found["greedy"], found
 
 
+@pytest.mark.slow
 def test_trees_of_a_draft_model(trial, draft):
     """By the likeliest tokens of each place: alone, in an engine whose tokens it does not know, and beside itself."""
     options = {"model": str(draft), "top_k": 3, "lookahead": 8}
@@ -93,6 +95,7 @@ def test_trees_of_a_draft_model(trial, draft):
     assert not broken(report), report
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     def run(folder, *words):
         options = json.dumps({"model": str(folder)})

@@ -18,7 +18,7 @@ from sagellm import _core
 from sagellm.engines.lmdeploy.cpu import packed
 from sagellm.engines.lmdeploy.cpu.cache import CachedRows, describe
 from sagellm.engines.lmdeploy.cpu.packed import PackedEmbedding, PackedGate, PackedWeight, computing_in, kernels_of
-from sagellm.models.levels import FLOAT8, FLOAT8_SHIFT, LEVELS4, LEVELS8, Levels
+from sagellm.models.levels import FLOAT8, FLOAT8_SHIFT, LEVELS4, LEVELS5, LEVELS6, LEVELS8, Levels
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.03}
@@ -39,6 +39,14 @@ def instruction_sets() -> list[str]:
 
 
 ISAS = instruction_sets()
+# Sets between the plain one and the best one of this machine are tested by slow tests.
+QUICK_ISAS = {ISAS[0], ISAS[-1]}
+
+
+def each_isa(known: Iterable[str] = ISAS) -> pytest.MarkDecorator:
+    """Parametrize a test by `isa`."""
+    cases = [pytest.param(isa, marks=[] if isa in QUICK_ISAS else [pytest.mark.slow]) for isa in known]
+    return pytest.mark.parametrize("isa", cases, indirect=True)
 
 
 @pytest.fixture(autouse=True)
@@ -53,14 +61,16 @@ def isa(request, monkeypatch):
 
 
 def a_third_of(**axes: Iterable) -> pytest.MarkDecorator:
-    """Parametrize a test, which takes `isa`, by all combinations. Two of three are slow tests.
+    """Parametrize a test, which takes `isa`, by all combinations.
 
-    In the others any two values of different axes still meet, where the other axes have three combinations or more.
+    Two of three are slow tests, and so are all of other instruction sets than `QUICK_ISAS`. In the others any two values of
+    different axes still meet, where the other axes have three combinations or more.
     """
     chosen = [list(enumerate(values)) for values in ({"isa": ISAS} | axes).values()]
     cases = []
     for combination in itertools.product(*chosen):
-        marks = [pytest.mark.slow] if sum(number for number, _ in combination) % 3 else []
+        is_quick = combination[0][1] in QUICK_ISAS and sum(number for number, _ in combination) % 3 == 0
+        marks = [] if is_quick else [pytest.mark.slow]
         cases.append(pytest.param(*(value for _, value in combination), marks=marks))
     return pytest.mark.parametrize(["isa", *axes], cases, indirect=["isa"])
 
@@ -72,7 +82,7 @@ def test_an_instruction_set_that_is_not_there():
         _core.CpuKernels("float16")
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@each_isa()
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 48, 64), (7, 33, 17), (13, 320, 96), (200, 70, 50), (97, 32, 2)])
 @pytest.mark.parametrize("bias", [True, False])
@@ -89,7 +99,7 @@ def test_product(isa, dtype, rows, outputs, inputs, bias):
         assert torch.equal(ready.multiply(x[:, row]), out[:, row]), "a row's result depends on the other rows"
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@each_isa()
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [32, 40, 100])
 @pytest.mark.parametrize(("activation", "plain"), [("silu", F.silu), ("gelu", lambda x: F.gelu(x, approximate="tanh"))])
@@ -108,14 +118,17 @@ def test_embedding_of_a_packed_weight(dtype, inputs):
     assert torch.equal(PackedEmbedding(PackedWeight(weight))(tokens), F.embedding(tokens, weight))
 
 
-BITS = {LEVELS4: 4, LEVELS8: 8, FLOAT8: 8}
+BITS = {LEVELS4: 4, LEVELS5: 5, LEVELS6: 6, LEVELS8: 8, FLOAT8: 8}
+CACHED_FORMS = (LEVELS4, LEVELS8, FLOAT8)
 
 
 def few_bits(outputs: int, inputs: int, form: str, block: int, is_ordered: bool = False) -> Levels:
     random = np.random.default_rng(block)
-    low, high = (0, 16) if form == LEVELS4 else (-128, 128)
+    low, high = (0, 2 ** BITS[form]) if BITS[form] < 8 else (-128, 128)
     scales, offsets = (random.normal(size=(outputs, inputs // block)).astype(np.float16) * np.float16(0.1) for _ in range(2))
-    values = random.integers(low, high, (outputs, inputs), np.int8)
+    values = random.integers(low, high, (outputs, inputs)).astype(np.int8)
+    if form == FLOAT8:
+        values[outputs // 2 :] |= 8  # these have no number without an exponent, which is decoded in another way
     values[(values & 127) == 127] = 0 if form == FLOAT8 else values[(values & 127) == 127]  # no NaN
     order = random.permutation(inputs).astype(np.int32) if is_ordered else None
     return Levels(values, scales, offsets, form, order)
@@ -130,12 +143,12 @@ def values_of(levels: Levels) -> torch.Tensor:
     return weight if levels.order is None else weight[:, np.argsort(levels.order)]
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@each_isa()
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("form", "block", "is_ordered"),
     [(LEVELS4, 64, False), (LEVELS8, 64, True), (LEVELS4, 32, True), (LEVELS4, 16, False), (LEVELS8, 16, False),
-     (FLOAT8, 64, False), (FLOAT8, 16, True)],
+     (LEVELS5, 32, False), (LEVELS6, 16, False), (LEVELS6, 32, True), (FLOAT8, 64, False), (FLOAT8, 16, True)],
 )  # fmt: skip
 @pytest.mark.parametrize(("outputs", "inputs"), [(48, 64), (290, 192)])
 def test_product_of_few_bits(isa, dtype, form, block, is_ordered, outputs, inputs):
@@ -153,7 +166,24 @@ def test_product_of_few_bits(isa, dtype, form, block, is_ordered, outputs, input
     torch.testing.assert_close(PackedEmbedding(ready)(tokens), weight[tokens].to(dtype))
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@each_isa()
+def test_blocks_that_share_scales(isa):
+    """Some kernels add up such blocks before they scale them; a scale or an offset that differs for one output ends that."""
+    levels = few_bits(96, 576, FLOAT8, 64)
+    scales, offsets = levels.scales.copy(), np.zeros_like(levels.offsets)
+    scales[:48] = scales[:48, :1]  # of the second tile only half of the outputs have one scale
+    scales[64:] = np.repeat(scales[64:, ::2], 2, 1)[:, :9]
+    offsets[70, 5] = 0.5
+    levels = levels._replace(scales=scales, offsets=offsets)
+    weight, x = values_of(levels), torch.randn(40, 576, dtype=torch.bfloat16)
+    ready = PackedWeight(weight.bfloat16(), levels=levels)
+    out, exact = ready.multiply(x, wide=True), F.linear(x.double(), weight)
+    assert ((out - exact).abs() / F.linear(x.double().abs(), weight.abs())).max() < 1e-5
+    for rows in (1, 5, 33):
+        assert torch.equal(ready.multiply(x[:rows], wide=True), out[:rows]), "a row's result depends on the other rows"
+
+
+@each_isa()
 def test_gated_product_of_few_bits(isa):
     levels = few_bits(80, 64, LEVELS4, 32)
     weight, x = values_of(levels).float(), torch.randn(5, 64)
@@ -168,11 +198,14 @@ def rounded_inputs(x: torch.Tensor, block: int) -> torch.Tensor:
     return ((blocks * (127 / top).float()).round() * (top / 127)).flatten(-2)
 
 
-@pytest.mark.parametrize("isa", [isa for isa in ISAS if _core.CpuKernels("bfloat16", isa).has_8_bits], indirect=True)
+@each_isa([isa for isa in ISAS if _core.CpuKernels("bfloat16", isa).has_8_bits])
 @pytest.mark.parametrize(
-    ("form", "block"), [(LEVELS4, 64), (LEVELS8, 64), (LEVELS4, 32), (LEVELS8, 32), (LEVELS4, 16), (LEVELS8, 16), ("", 32)]
-)
-@pytest.mark.parametrize(("outputs", "inputs"), [(48, 64), (290, 192)])
+    ("form", "block", "outputs", "inputs"),
+    [(form, block, *sizes) for sizes in ((48, 64), (290, 192)) for form, block in
+     [(LEVELS4, 64), (LEVELS8, 64), (LEVELS4, 32), (LEVELS8, 32), (LEVELS4, 16), (LEVELS8, 16), (LEVELS5, 32), (LEVELS6, 16),
+      (LEVELS6, 32), ("", 32)]]
+    + [(LEVELS8, 192, 48, 1344), (LEVELS4, 224, 48, 1344), (LEVELS6, 96, 48, 1344), ("", 32, 48, 1344)],
+)  # fmt: skip
 def test_product_in_8_bits(isa, form, block, outputs, inputs):
     levels = few_bits(outputs, inputs, form, block) if form else Levels.rounded(torch.randn(outputs, inputs).numpy())
     weight = values_of(levels)
@@ -198,8 +231,8 @@ def test_weights_that_come_in_full_are_rounded_to_8_bits_where_their_inputs_are_
 
 
 def test_levels_that_cannot_be_packed():
-    for form, block in (("levels5", 32), (LEVELS4, 24), (LEVELS4, 512)):
-        with pytest.raises(ValueError, match="use plain, levels4, levels8 or float8|a block has 16 to 256 inputs"):
+    for form, block in (("levels3", 32), (LEVELS4, 24), (LEVELS4, 512), (LEVELS5, 16)):
+        with pytest.raises(ValueError, match="use plain, levels4, levels5,|a block has 16 to 256 inputs|has whole 32 inputs"):
             _core.packed_levels_bytes({"weight": 0, "bias": 0, "outputs": 32, "inputs": 192, "format": form, "block": block})
     with pytest.raises(ValueError, match="a row is outside of the weight"):
         PackedWeight(torch.zeros(32, 32)).rows(torch.tensor([32]))
@@ -459,14 +492,17 @@ def test_a_step_is_that_of_plain_formulas(isa, dtype, kind, is_decoding):
     rows = list(range(len(LENGTHS)))
     step.run(model, decoder, caches, team, [row for row in rows if LENGTHS[row][1]], past_only=True)
     found = step.run(model, decoder, caches, team, rows, is_decoding=is_decoding)
+    errors = []  # of tokens
     for row, (new, _) in enumerate(LENGTHS):
         exact = plain(model, step.texts[row])[-new:]
         difference = found[row].double() - exact
         error = difference.norm() / exact.norm()
         if dtype is torch.bfloat16 and model.experts:
-            # A token may go through another expert, where the router nearly prefers it.
-            error = (difference.norm(dim=-1) / exact.norm(dim=-1)).median()
+            errors += (difference.norm(dim=-1) / exact.norm(dim=-1)).tolist()
+            continue
         assert error < TOLERANCE[dtype], f"sequence {row} is off by {error:.2g}"
+    # A token may go through another expert, where the router nearly prefers it.
+    assert np.quantile(errors or [0.0], 0.8) < TOLERANCE[dtype]
     written = int((~caches[0][0][:, :, 0, 0].isnan()).sum())
     assert written == sum(map(sum, LENGTHS)), "it wrote outside of its own slots"
 
@@ -485,7 +521,7 @@ CACHED = {
     "head 16": {}, "head 48": dict(head_size=48), "head 64, capped": MODELS["gemma2"], "head 128": dict(head_size=128),
     "head 64, 8 rows": MODELS["one key head"], "head 64, windows": dict(head_size=64, windows=(24, 0)),
 }  # fmt: skip
-CACHES = [(form, kind) for form in BITS for kind in CACHED] + [("bfloat16", "head 16"), ("float32", "head 64, capped")]
+CACHES = [(form, kind) for form in CACHED_FORMS for kind in CACHED] + [("bfloat16", "head 16"), ("float32", "head 64, capped")]
 
 
 @a_third_of(cache=CACHES, dtype=DTYPES, is_decoding=[True, False])
@@ -505,9 +541,9 @@ def test_attention_over_a_cache_of_another_type_is_that_of_the_numbers_in_it(isa
     assert torch.equal(alone, found[3])
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@each_isa()
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", BITS)
+@pytest.mark.parametrize("form", CACHED_FORMS)
 @pytest.mark.parametrize("head_size", [16, 64, 128])
 def test_numbers_in_a_cache_of_few_bits_are_within_half_a_step(isa, dtype, form, head_size):
     """In the first layer, whose keys and values depend on no others."""
@@ -569,7 +605,7 @@ def test_guesses_get_the_numbers_of_tokens_that_are_decoded_alone(isa, dtype, gu
         assert torch.equal(alone[0], together[number]), f"token {number}"
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@each_isa()
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["llama", "windows", "one key head"])
 @pytest.mark.parametrize("cached", [1, 64, 255, 299])
@@ -657,7 +693,7 @@ def test_experts_that_cannot_be(monkeypatch, change, message):
 # ---- the next tokens
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@each_isa()
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cap", [0.0, 4.0])
 def test_the_next_tokens_are_drawn_from_the_output_layer(isa, dtype, cap):

@@ -15,6 +15,7 @@ from sagellm.replay.verify import verify_log
 from tests.engines.lmdeploy.test_exactness import CROWD, answers
 from tests.plugins import plugin_of
 from tests.reference import make_prompts
+from tests.sweeps import slow_but
 
 SCHEMAS = ("float32", "bfloat16", "fp8", "int8", "int4")
 FEW_BITS = ("fp8", "int8", "int4")
@@ -54,7 +55,7 @@ def test_answers_do_not_depend_on_the_way(start_engine, folder, schema):
         assert abs(found - exact).max() < {"int4": 0.5, "fp8": 0.3}.get(schema, 0.05) * abs(exact).max()
 
 
-@pytest.mark.parametrize("schema", [*FEW_BITS, "bfloat16"])
+@pytest.mark.parametrize("schema", slow_but([*FEW_BITS, "bfloat16"], "fp8"))
 def test_module_by_module_it_answers_as_natively(start_engine, model_folder, monkeypatch, schema):
     native = start_engine(kv_schema=schema)
     expected = tokens(native)
@@ -64,7 +65,7 @@ def test_module_by_module_it_answers_as_natively(start_engine, model_folder, mon
     assert tokens(eager) == expected == tokens(eager)
 
 
-@pytest.mark.parametrize("schema", FEW_BITS)
+@pytest.mark.parametrize("schema", slow_but(FEW_BITS, "int8"))
 def test_tiers_carry_them_and_the_record_replays(start_engine, tmp_path, schema):
     expected = answers(start_engine(kv_schema=schema, kv_blocks=200), CROWD)
     log = tmp_path / "log.jsonl"

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import groupby
 
 import pytest
 import torch
@@ -115,6 +117,29 @@ def test_log_probabilities(logits):
     _, (values, ids) = by_torch(logits, inputs)
     assert [each for _, _, each in found] == ids.tolist()
     torch.testing.assert_close(torch.tensor([each for _, each, _ in found]), values)
+
+
+@pytest.mark.parametrize("name", [name for name, inputs in CASES.items() if inputs.max_top_k != 1])
+def test_the_numbers_of_draws_are_known_before(logits, name):
+    """Where the logits are equal, and so is the way to choose, the numbers of one token lie side by side."""
+    inputs = CASES[name]
+    draws, later = sampling.draws_of(inputs), sampling.draws_of(replace(inputs, random_offsets=inputs.random_offsets + 2))
+    assert all(draws(row, 3).numbers[2:] == later(row, 1).numbers for row in range(ROWS))
+    for row in range(0, ROWS, 8):
+        given = replace(inputs, **{
+            name: value[row].expand(ROWS, *value.shape[1:]) for name, value in vars(inputs).items()
+            if torch.is_tensor(value) and not name.startswith("random")
+        })  # fmt: skip
+        rows = logits[row].expand(ROWS, -1).contiguous()
+        found = kernels_of(torch.float32, "").sample(rows.data_ptr(), sampling.wishes_of(given, ROWS, VOCABULARY))
+        told = [sampling.draws_of(given)(number, 1) for number in range(ROWS)]
+        assert {draw.way for draw in told} == {draws(row, 1).way}
+        ordered = [token for _, token in sorted((draw.numbers[0], drawn[0]) for draw, drawn in zip(told, found, strict=True))]
+        assert len([token for token, _ in groupby(ordered)]) == len(set(ordered))
+
+
+def test_nothing_is_drawn_where_all_are_greedy():
+    assert sampling.draws_of(CASES["greedy"]) is None
 
 
 @pytest.mark.parametrize("share", [{}, {"min_p": 0.02}, {"top_p": 0.9}])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sagellm import _core
 from sagellm.models.levels import LEVELS8
-from tests.engines.lmdeploy.cpu.test_compiled import BLOCK, DTYPES, ISAS, TOLERANCE, Model, Step, isa, plain
+from tests.engines.lmdeploy.cpu.test_compiled import BLOCK, DTYPES, TOLERANCE, Model, Step, each_isa, isa, plain
 
 __all__ = ["isa"]
 
@@ -63,7 +63,7 @@ def as_choice(chosen: list[np.ndarray]) -> dict:
     return {"counts": [len(one) for one in chosen], "positions": np.concatenate(chosen).tolist()}
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@each_isa()
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tiles_read_the_chosen_blocks_and_no_others(isa, dtype):
     prompts = Prompts(Model(dtype=dtype, **SHAPE), LENGTHS)
@@ -107,7 +107,7 @@ def best(weights: np.ndarray, before: int, share: float, threshold: float, least
     return np.sort(np.array(chosen, int))
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@each_isa()
 @pytest.mark.parametrize(("share", "threshold", "whole_layers"), [(0.5, 1.0, 0), (0.5, 1.0, 1), (1.0, 0.7, 0)])
 def test_blocks_of_prompts_are_chosen_by_estimates(isa, share, threshold, whole_layers):
     prompts = Prompts(Model(dtype=torch.float32, **SHAPE), LENGTHS)
@@ -130,7 +130,7 @@ def test_blocks_of_prompts_are_chosen_by_estimates(isa, share, threshold, whole_
         assert error < TOLERANCE[torch.float32], f"sequence {row} is off by {error:.2g}"
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@each_isa()
 @pytest.mark.parametrize("form", ["", LEVELS8])
 @pytest.mark.parametrize("is_decoding", [False, True])
 def test_observed_weights_are_those_of_the_queries(isa, form, is_decoding):

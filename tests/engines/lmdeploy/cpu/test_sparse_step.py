@@ -14,12 +14,12 @@ from sagellm.models.levels import LEVELS4, LEVELS8
 from tests.engines.lmdeploy.cpu.test_compiled import (
     BLOCK,
     DTYPES,
-    ISAS,
     NUM_BLOCKS,
     TOLERANCE,
     Model,
     Step,
     a_third_of,
+    each_isa,
     isa,
     plain,
 )
@@ -78,16 +78,17 @@ class Chooser:
 
 def started(
     model: Model, lengths: list[tuple[int, int]], form: str = "", bounds: torch.Tensor | None = None,
-    codes: torch.Tensor | None = None,
+    codes: torch.Tensor | None = None, sums: torch.Tensor | None = None,
 ):  # fmt: skip
     """A step of these sequences, whose past is in the cache."""
     step, decoder, caches, team = Step(model, lengths), model.native(), model.caches(form), _core.CpuTeam(2)
+    summaries = {"bounds": bounds, "codes": codes, "key_sums": sums}
     if past := [row for row in range(len(lengths)) if lengths[row][1]]:
-        step.run(model, decoder, caches, team, past, past_only=True, is_decoding=False, bounds=bounds, codes=codes)
+        step.run(model, decoder, caches, team, past, past_only=True, is_decoding=False, **summaries)
 
     def run(rows=None, **more):
         rows = list(range(len(lengths))) if rows is None else rows
-        return step.run(model, decoder, caches, team, rows, bounds=bounds, codes=codes, **more)
+        return step.run(model, decoder, caches, team, rows, **summaries, **more)
 
     return step, run
 
@@ -123,6 +124,15 @@ def of_bounds(model: Model, query: torch.Tensor, key: torch.Tensor) -> torch.Ten
     return torch.maximum(query[:, None] * low, query[:, None] * high).sum(-1)
 
 
+def of_spread(model: Model, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Products with mean keys, and the root of the summed squares of those with half ranges, [heads, blocks]."""
+    found = []
+    for part in key.split(BLOCK):
+        half = (part.amax(0) - part.amin(0)) / 2
+        found.append((query * part.mean(0)).sum(-1) + SPARSE["reach"] * (query * half).square().sum(-1).sqrt())
+    return torch.stack(found, 1)
+
+
 def of_codes(model: Model, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Products with keys in 2 bits; those of a block that is not full with the middle of its bounds, [heads, tokens]."""
     rebuilt = []
@@ -138,11 +148,11 @@ def of_keys(model: Model, query: torch.Tensor, key: torch.Tensor) -> torch.Tenso
     return torch.einsum("hd,khd->hk", query, key)
 
 
-WEIGHTS = {"bounds": of_bounds, "codes": of_codes, "exact": of_keys}
+WEIGHTS = {"bounds": of_bounds, "spread": of_spread, "codes": of_codes, "exact": of_keys}
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
-@pytest.mark.parametrize("weights", ["bounds", "codes", "exact"])
+@each_isa()
+@pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("form", ["", LEVELS8, LEVELS4])
 @pytest.mark.parametrize("by_head", [False, True])
 def test_blocks_are_chosen_by_their_weight(isa, weights, form, by_head):
@@ -150,8 +160,11 @@ def test_blocks_are_chosen_by_their_weight(isa, weights, form, by_head):
     model = Model(dtype=torch.float32, layers=1, windows=(0,), **SHAPES["three heads"])
     bounds = torch.full((model.layers, NUM_BLOCKS, model.kv_heads, 2, model.head_size), float("nan"))
     codes = torch.full((*bounds.shape[:3], BLOCK * model.head_size // 4), 255, dtype=torch.uint8)
+    sums = torch.full((*bounds.shape[:3], model.head_size), 7, dtype=torch.int32)
     lengths = [(1, 300), (1, 90), (1, 47)]
-    step, run = started(model, lengths, form, bounds, codes if weights == "codes" else None)
+    kept = {"codes": (codes, None), "spread": (None, sums)}.get(weights, (None, None))
+    step, run = started(model, lengths, form, bounds, *kept)
+    by_block = weights in ("bounds", "spread")
     keep, seen = [5, 4, 2], {}
 
     def look(layer: int, queries: int, given: int, result: int) -> str:
@@ -171,13 +184,13 @@ def test_blocks_are_chosen_by_their_weight(isa, weights, form, by_head):
         def sees(layer: int, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
             scores = WEIGHTS[weights](model, query, key) * model.head_size**-0.5
             given = scores.softmax(-1)
-            if weights != "bounds":
+            if not by_block:
                 given = torch.stack([part.sum(-1) for part in given.split(BLOCK, 1)], 1)
             formula["weights"] = given.unflatten(0, (model.kv_heads, -1)).sum(1)  # noqa: B023
             return masks(model, chosen, len(key))  # noqa: B023
 
         exact = plain(model, step.texts[row], last_sees=sees)[-1]
-        if form == "" or weights == "bounds":
+        if form == "" or by_block:
             # Codes at the edge of two levels may fall on either side, and steps are rounded to 8 bits.
             close = {"rtol": 0.1, "atol": 0.01} if weights == "codes" else {"rtol": 1e-3, "atol": 1e-5}
             assert torch.allclose(torch.from_numpy(worth).double(), formula["weights"], **close)
@@ -188,7 +201,7 @@ def test_blocks_are_chosen_by_their_weight(isa, weights, form, by_head):
 def test_summaries_are_those_of_the_keys_whatever_the_steps_that_wrote_them():
     model = Model(dtype=torch.float32, **SHAPES["three heads"])
     shape = (model.layers, NUM_BLOCKS, model.kv_heads, 2, model.head_size)
-    bounds, sums = torch.full(shape, float("nan")), torch.full((*shape[:3], model.head_size), 7)
+    bounds, sums = torch.full(shape, float("nan")), torch.full((*shape[:3], model.head_size), 7, dtype=torch.int32)
     step, decoder, caches, team = Step(model, [(25, 40)]), model.native(), model.caches(), _core.CpuTeam(2)
     for past_only, is_decoding in ((True, False), (False, True)):
         more = {"past_only": past_only, "is_decoding": is_decoding, "bounds": bounds, "key_sums": sums}
@@ -200,7 +213,8 @@ def test_summaries_are_those_of_the_keys_whatever_the_steps_that_wrote_them():
             written = keys[block][: min(BLOCK, 65 - number * BLOCK)]
             assert torch.equal(bounds[layer, block, :, 0], written.amin(0))
             assert torch.equal(bounds[layer, block, :, 1], written.amax(0))
-            torch.testing.assert_close(sums[layer, block].double() * KEY_SUM_UNIT, written.double().sum(0), atol=2e-6, rtol=0)
+            close = {"atol": len(written) * KEY_SUM_UNIT, "rtol": 0}
+            torch.testing.assert_close(sums[layer, block].double() * KEY_SUM_UNIT, written.double().sum(0), **close)
     others = [block for block in range(NUM_BLOCKS) if block not in step.tables[0].tolist()]
     assert bounds[:, others].isnan().all() and (sums[:, others] == 7).all()
 
@@ -254,8 +268,8 @@ def test_steps_that_cannot_choose():
     _, run = started(model, [(1, 300)])
     with pytest.raises(ValueError, match="says for each sequence how many it reads"):
         run(sparse=SPARSE | {"keep": [3, 3]})
-    for weights in ("bounds", "codes"):
-        with pytest.raises(ValueError, match="no bounds or codes of keys"):
+    for weights in ("bounds", "spread", "codes"):
+        with pytest.raises(ValueError, match="no bounds, means or codes of keys"):
             run(sparse=SPARSE | {"keep": [3], "weights": weights})
     with pytest.raises(ValueError, match="has one new token"):
         started(model, [(3, 60)])[1](sparse=SPARSE | {"keep": [2]})

@@ -83,7 +83,7 @@ def test_a_token_of_a_tree_gets_the_numbers_of_its_path_decoded_alone(isa, dtype
         assert torch.equal(trees.alone(0, node), trees.found[0][node]), f"token {node}"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_trees_are_those_of_plain_formulas(data):
     """Beside sequences that have no guesses, or chains."""

@@ -68,9 +68,8 @@ def owner_content():
     return [torch.randn(shape, generator=generator) for _ in range(2)]
 
 
-@pytest.mark.parametrize(
-    "channel", ["shm", pytest.param("mooncake", marks=pytest.mark.slow), pytest.param("nixl", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("channel", ["shm", "mooncake", "nixl"])
 def test_lmdeploy_migrates_over_a_channel(engines, channel):
     engine, _ = engines(channel)
     check_migration(engine)

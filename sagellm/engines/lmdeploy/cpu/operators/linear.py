@@ -93,7 +93,7 @@ def pack_model(model: nn.Module, levels: GGUFLevels | None = None) -> None:
         for name, child in parent.named_children():
             if type(child) is not nn.Embedding:
                 continue
-            shared, known = packed.get(child.weight.data_ptr()), _levels_of(levels, f"{place}.{name}", child.weight)
+            shared, known = packed.get(child.weight.data_ptr()), _levels_of(levels, f"{place}.{name}", child)
             if shared is not None or known is not None:
                 setattr(parent, name, PackedEmbedding(shared or PackedWeight(child.weight.detach(), levels=known)))
 
@@ -136,7 +136,7 @@ class _Source:
             return module.impl.levels(module, self._holds)._replace(order=self._order(name, module))
         if self._is_rounded_head(name):
             return Levels.rounded(module.weight.detach().float().numpy(), HEAD_BLOCK)
-        return _levels_of(self._file, name, module.weight)
+        return _levels_of(self._file, name, module)
 
     def _is_rounded_head(self, name: str) -> bool:
         return self._head_bits == 8 and name.rpartition(".")[2] == "lm_head"
@@ -159,8 +159,8 @@ JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 TIED = {"lm_head": "model.embed_tokens"}
 
 
-def _levels_of(levels: GGUFLevels | None, name: str, weight: torch.Tensor) -> Levels | None:
-    """Levels of LMDeploy's module `name`, or None if its weights are to be packed as they are loaded."""
+def _levels_of(levels: GGUFLevels | None, name: str, module: nn.Module) -> Levels | None:
+    """Levels of LMDeploy's module `name` in this worker, or None if its weights are to be packed as they are loaded."""
     if levels is None:
         return None
     place, _, last = name.rpartition(".")
@@ -170,12 +170,30 @@ def _levels_of(levels: GGUFLevels | None, name: str, weight: torch.Tensor) -> Le
     if not names or not all(each in levels for each in names):
         return None
     found = levels.of(names)
-    if found is not None and found.values.shape != tuple(weight.shape):
+    if found is not None and getattr(module, "is_tp", False):
+        found = _own_part(found, module)
+    if found is not None and found.values.shape != tuple(module.weight.shape):
         raise EngineError(
-            f"{name} is {tuple(weight.shape)} here and {found.values.shape} in the GGUF file; packed weights need a whole "
-            "model in each worker."
+            f"{name} is {tuple(module.weight.shape)} here and {found.values.shape} in the GGUF file; use weights auto."
         )
     return found
+
+
+def _own_part(levels: Levels, module: LinearBase) -> Levels:
+    """Return this worker's part of a matrix. LMDeploy's own loader of weights says which one that is, from numbers of rows."""
+    outputs, inputs = levels.values.shape
+    if not module.colwise:
+        columns = nn.Parameter(torch.empty(1, module.in_features, dtype=torch.int64), requires_grad=False)
+        module.weight_loader(columns, torch.arange(inputs)[None])
+        return levels.of_inputs(int(columns[0, 0]), module.in_features)
+    rows = nn.Parameter(torch.empty(module.out_features, 1, dtype=torch.int64), requires_grad=False)
+    numbers = torch.arange(outputs)[:, None]
+    if hasattr(module, "weight_spliter"):  # several matrices in one
+        for part, each in zip(module.out_names_map, module.weight_spliter(numbers), strict=True):
+            module.weight_loader(rows, each, part)
+    else:
+        module.weight_loader(rows, numbers)
+    return levels.in_order(lambda part: part[rows[:, 0].numpy()])
 
 
 def _can_pack(module: nn.Module) -> bool:

@@ -72,7 +72,9 @@ class CpuW8A8Impl(_QuantizedImpl):
 
     def levels(self, module: nn.Module, holds: str = "") -> Levels:
         weight, scale = module.weight.detach(), module.scale.detach()
-        groups = _num_blocks(weight.shape[1])
+        inputs = weight.shape[1]
+        # Inputs of floats are not rounded, so their blocks may be large; each one costs an addition to the result.
+        groups = _num_blocks(inputs, MAX_BLOCK if weight.dtype == torch.int8 else inputs)
         if weight.dtype == torch.int8:
             form, values = LEVELS8, weight.numpy()
         else:
@@ -92,8 +94,8 @@ class CpuBlockedF8Impl(_QuantizedImpl):
         return _in_blocks(Levels(weight.view(torch.int8).numpy(), scales, np.zeros_like(scales), FLOAT8))
 
 
-def _num_blocks(inputs: int) -> int:
-    block = whole_block(inputs, MAX_BLOCK)
+def _num_blocks(inputs: int, largest: int) -> int:
+    block = whole_block(inputs, largest)
     if block is None:
         raise EngineError(f"a quantized layer has {inputs} inputs; the CPU device takes multiples of 16.")
     return inputs // block

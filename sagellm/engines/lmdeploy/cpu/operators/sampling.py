@@ -1,11 +1,13 @@
 """Drawing the next tokens, reproducible from a seed."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from lmdeploy.pytorch.backends.multinomial_sampling import MultinomialSamplingBuilder, MultinomialSamplingImpl
 from lmdeploy.pytorch.engine.logits_process import SamplingInputs
 
+from sagellm.accel.speculative.base import Draw
 from sagellm.engines.lmdeploy.cpu.operators.base import OperatorFamily
 from sagellm.engines.lmdeploy.cpu.packed import kernels_of
 
@@ -45,6 +47,27 @@ def choice_of(sampling: SamplingInputs, rows: int, vocabulary: int) -> dict[str,
         if (values := getattr(sampling, name)) is not None:
             wishes[name] = values.tolist()
     return wishes | {"seeds": sampling.random_seeds.tolist(), "offsets": sampling.random_offsets.tolist()}
+
+
+def draws_of(sampling: SamplingInputs) -> Callable[[int, int], Draw] | None:
+    """Return a function of (sequence, count) that tells how the next `count` tokens of a sequence are drawn. None if all take
+    their likeliest tokens."""
+    if sampling.max_top_k == 1:
+        return None
+    wishes = choice_of(sampling, len(sampling.random_seeds), 0)
+    temperatures = [] if sampling.temperature is None else sampling.temperature.tolist()
+
+    def draw(number: int, count: int) -> Draw:
+        seed, offset = wishes["seeds"][number], wishes["offsets"][number]
+        way = [
+            values[number] if values else free
+            for values, free in (
+                (temperatures, 1.0), (wishes.get("top_k"), 0), (wishes.get("top_p"), 1.0), (wishes.get("min_p"), 0.0),
+            )
+        ]  # fmt: skip
+        return Draw([_uniform(seed, offset + place) for place in range(count)], tuple(way))
+
+    return draw
 
 
 def sample(logits: torch.Tensor, sampling: SamplingInputs) -> torch.Tensor:
