@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sagellm.comm_backend.control import new_key
 from sagellm.control_plane.base import CachedPrompt, Candidates
@@ -145,8 +145,7 @@ class CachedPrefixes:
         if model not in self._tokens or not self._engines or path not in ROUTES[:2]:
             return None
         tokens = self._tokens[model][1]
-        # A long prompt takes some milliseconds, and the event loop would stand still.
-        return await asyncio.to_thread(lambda: self.of(_first_prompt(tokens, path, body)))
+        return await asyncio.to_thread(lambda: self.of(next(iter(tokens.of(path, body.raw) or []), [])))
 
     def of(self, tokens: list[int]) -> CachedPrompt:
         """Return what engines have cached of these tokens. From any thread."""
@@ -259,13 +258,3 @@ class _Prompt(CachedPrompt):
         index, own = self._expected.pop(engine, (None, []))
         if index is not None and self._prefixes.index(engine) is index:
             index.settle(own)
-
-
-def _first_prompt(tokens: PromptTokens, path: str, body: Body) -> list[int]:
-    """Return the tokens of the first prompt; none where the engine will refuse the request."""
-    asking: Any = tokens.of(path, body.raw, 0)  # what is said to have no bytes is not given to a further thread
-    try:
-        asking.send(None)
-    except StopIteration as end:
-        return end.value[0] if end.value else []
-    raise AssertionError("PromptTokens.of awaits something")

@@ -1,5 +1,6 @@
 """A prefill/decode group in a manager: its state follows from its engines, and its requests go to them."""
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Collection
@@ -58,7 +59,7 @@ class ManagedGroup(ManagedEngine):
     async def tokens(self, path: str, body: Body) -> list[list[int]] | None:
         """Return the tokens of each prompt; None where they are not known."""
         tokens = self.kind.tokens
-        return None if tokens is None else await tokens.of(path, body.raw, len(body.content))
+        return None if tokens is None else await asyncio.to_thread(tokens.of, path, body.raw)
 
     @contextlib.asynccontextmanager
     async def attempt(

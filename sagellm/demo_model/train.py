@@ -122,10 +122,13 @@ def _optimizers(recipe: DemoRecipe, model: "LlamaForCausalLM") -> list[Any]:
     """Muon for the layers' matrices, which gets further than AdamW in so few steps; AdamW for the rest."""
     import torch
 
+    from sagellm.demo_model.muon import Muon
+
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    muon = torch.optim.Muon if _bf16_is_fast() else Muon
     return [
-        torch.optim.Muon(matrices, lr=recipe.muon_lr, momentum=0.95, weight_decay=0.01),
+        muon(matrices, lr=recipe.muon_lr, momentum=0.95, weight_decay=0.01),
         torch.optim.AdamW(others, lr=recipe.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
 

@@ -30,14 +30,17 @@ class PromptTokens:
                 "leave --model out; then prompts are routed by load alone."
             ) from error
 
-    async def of(self, path: str, raw: dict[str, Any], num_bytes: int) -> list[list[int]] | None:
-        """Return the tokens of each prompt of a request; None where the engine will refuse the request, in words of its own."""
+    def of(self, path: str, raw: dict[str, Any]) -> list[list[int]] | None:
+        """Return the tokens of each prompt of a request; None if the engine will reject it, with its own error.
+
+        A long prompt takes some milliseconds, so event loops call this in a thread.
+        """
         from sagellm.serve.parameters import Refused
         from sagellm.serve.routes import ROUTES
 
         try:
             given = {name: value for name, value in raw.items() if value is not None}  # as the server reads it
-            return await self._prompts.tokens(ROUTES[path].model.model_validate(given), num_bytes)
+            return self._prompts.tokens(ROUTES[path].model.model_validate(given))
         except (Refused, ValueError):  # pydantic's error is a ValueError
             return None
 

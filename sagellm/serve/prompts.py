@@ -35,8 +35,8 @@ class Prompts:
         self._rendering = copy.copy(engine)
         self._rendering.tokenizer = self
 
-    async def tokens(self, request: Any, num_bytes: int) -> list[list[int]]:
-        """Token ids of every prompt, checked. `num_bytes` is the size of the whole request.
+    def tokens(self, request: Any) -> list[list[int]]:
+        """Return the token ids of every prompt, checked. From any thread.
 
         Raises:
             Refused: no prompt, one that is too long, or one that cannot be rendered.
@@ -44,17 +44,15 @@ class Prompts:
         if hasattr(request, "messages"):
             self._check_reads(request)
             check_messages(request.messages, [name for name in TOOL_FIELDS if self._reads(name)])
-            prompts = [await in_turn(num_bytes, self._chat, request)]
+            prompts = [self._chat(request)]
         elif hasattr(request, "input_ids"):
             if (request.prompt is None) == (request.input_ids is None):
                 raise Refused("give either prompt or input_ids.")
             texts = [] if request.prompt is None else [request.prompt]
-            prompts = [await in_turn(num_bytes, self.encode, text) for text in texts] or [request.input_ids]
+            prompts = [self.encode(text) for text in texts] or [request.input_ids]
         else:
             given = split_prompt(request.prompt)
-            prompts = [
-                prompt if isinstance(prompt, list) else await in_turn(num_bytes, self.encode, prompt) for prompt in given
-            ]
+            prompts = [prompt if isinstance(prompt, list) else self.encode(prompt) for prompt in given]
         for tokens in prompts:
             self.check_tokens(tokens)
         return prompts

@@ -24,7 +24,7 @@ from sagellm.serve.embeddings import embed_with
 from sagellm.serve.formats import check_format
 from sagellm.serve.group import FIELDS, GroupGate, Membership, unsplit
 from sagellm.serve.parameters import Refused, check_fields, check_parameters, engine_seed
-from sagellm.serve.prompts import Prompts, split_prompt, together
+from sagellm.serve.prompts import Prompts, in_turn, split_prompt, together
 from sagellm.serve.routes import CHAT, COMPLETION, ENCODE, GENERATE, HARMLESS, HEALTH, Request, Route, Server, route_of
 from sagellm.serve.service import ALLOWED, SERVICE, take_service
 from sagellm.serve.sot import Asked, SkeletonAnswers
@@ -213,7 +213,7 @@ class RequestValidation:
         check_parameters(request, raw, self._server.prompts.vocab_size)
         if path == CHAT:
             check_format(request, raw.get("min_tokens"))
-        prompts = await self._server.prompts.tokens(request, num_bytes)
+        prompts = await in_turn(num_bytes, self._server.prompts.tokens, request)
         if path == CHAT and request.sot is not None:
             return self._sot.read(request, raw, HARMLESS | self._sampling)
         wishes = take_wishes(path, raw, prompts, self._server.prompts.vocab_size)

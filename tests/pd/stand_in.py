@@ -182,7 +182,7 @@ class StandIn:
         self.costs.append(StepCost(kind="prefill", num_tokens=len(prompt), num_requests=1, seconds=1e-3 * len(prompt) + 0.01))
         if self.tokens is not None:
             path = "/v1/completions" if "prompt" in raw else "/v1/chat/completions"
-            found = await self.tokens.of(path, {name: raw[name] for name in ("model", "prompt", "messages") if name in raw}, 0)
+            found = self.tokens.of(path, {name: raw[name] for name in ("model", "prompt", "messages") if name in raw})
             new = set(prefix_keys(found[0], BLOCK)) - self.cached
             self.cached |= new
             self.sequence += 1

@@ -21,7 +21,7 @@ from sagellm.serve.lifecycle import EngineWatch
 from sagellm.serve.logs import ClientLeft
 from sagellm.serve.metrics import MAX_REPORTED, _reported
 from sagellm.serve.parameters import Refused, check_parameters
-from sagellm.serve.prompts import Prompts
+from sagellm.serve.prompts import Prompts, in_turn
 from sagellm.serve.sot_workers import for_each_engine
 from sagellm.serve.wishes import take_wishes
 
@@ -225,7 +225,7 @@ def test_long_texts_are_tokenized_in_a_thread_and_endless_ones_never(chat):
         if chat:
             options = dict(do_preprocess=True, tools=None, reasoning_effort=None, enable_thinking=None)
             request = SimpleNamespace(messages=text, **options)
-        return asyncio.run(prompts.tokens(request, len(text)))
+        return asyncio.run(in_turn(len(text), prompts.tokens, request))
 
     assert len(tokens("abcd" * 1000)[0]) == 1000
     assert engine.threads.pop() is threading.main_thread()
