@@ -89,7 +89,7 @@ def test_a_request_waits_for_engines_no_longer_than_once(tmp_path):
 @pytest.mark.parametrize("is_clients", [False, True])
 def test_only_what_a_client_does_not_take_is_its_leaving(tmp_path, is_clients):
     """Any other error of the system is the proxy's own, and is told to whoever runs it: here a file that cannot be opened."""
-    async def of(*_):
+    def of(*_):
         raise OSError(errno.EMFILE, "Too many open files")
 
     async def play():

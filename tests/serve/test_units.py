@@ -295,15 +295,15 @@ def test_fields_of_a_template_are_those_that_it_reads():
     fields = dict(do_preprocess=True, reasoning_effort=None, enable_thinking=False)
     request = SimpleNamespace(messages=[{"role": "assistant", "tool_calls": []}], **fields)
     with pytest.raises(Refused, match="enable_thinking is not read by the chat template"):
-        asyncio.run(Prompts(engine).tokens(request, 1))
+        Prompts(engine).tokens(request)
     template = "{{ messages[0].tool_calls }}{% if enable_thinking %}x{% endif %}"
     engine.chat_template = SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template))
     engine.encode = lambda messages, add_bos: [1]
     engine.tokenizer.encode = engine.encode
-    assert asyncio.run(Prompts(engine).tokens(request, 1)) == [[1]]
+    assert Prompts(engine).tokens(request) == [[1]]
     request.messages[0]["tool_call_id"] = "a"
     with pytest.raises(Refused, match=r"messages\[0\].tool_call_id is not a field"):
-        asyncio.run(Prompts(engine).tokens(request, 1))
+        Prompts(engine).tokens(request)
 
 
 @pytest.mark.filterwarnings("ignore:max_tokens is deprecated")
