@@ -48,16 +48,16 @@ _watches: list["Watch"] = []
 class Notifier:
     """Counts the messages in a ring of shared memory for each receiver, in place of LMDeploy's class of this name.
 
-    A sender waits at the end of the ring until all receivers have read it. Semaphores have no owner, so the death of a process
-    blocks no other. After `abort` every wait raises BrokenBarrierError.
+    At the end of each half of the ring a sender waits until all receivers have read the other half, whose places come next.
+    Semaphores have no owner, so the death of a process blocks no other. After `abort` every wait raises BrokenBarrierError.
     """
 
     def __init__(self, num_receiver: int, mp_ctx: Any) -> None:
         from lmdeploy.pytorch.engine.executor.mp_executor import NUM_SHARED_BLOCK
 
-        self._ring, self._position, self._receiver = NUM_SHARED_BLOCK, 0, 0
+        self._half, self._num_messages, self._receiver = NUM_SHARED_BLOCK // 2, 0, 0
         self._sent = [mp_ctx.Semaphore(0) for _ in range(num_receiver)]
-        self._read = mp_ctx.Semaphore(0)  # ends of the ring that receivers have reached
+        self._read = [mp_ctx.Semaphore(0) for _ in range(num_receiver)]  # halves that each has read
         self._is_broken = mp_ctx.RawValue("b", 0)
 
     def receive_as(self, number: int) -> None:
@@ -74,20 +74,26 @@ class Notifier:
 
     def abort(self) -> None:
         self._is_broken.value = 1
-        for semaphore in self._sent:
+        for semaphore in (*self._sent, *self._read):
             semaphore.release()
-            self._read.release()
 
     close = abort
 
     def set(self) -> None:
         """Announce a message."""
-        if self._announce():
-            self._wait_for_readers()
+        for semaphore in self._sent:
+            semaphore.release()
+        if self._ends_half() and self._num_messages > self._half:
+            for semaphore in self._read:
+                self._take(semaphore)
 
     async def set_async(self) -> None:
-        if self._announce():
-            await asyncio.get_running_loop().run_in_executor(None, self._wait_for_readers)
+        """Announce a message, without letting another task run.
+
+        LMDeploy moves on in the ring only afterwards: a message of another task would take the place of this one, and its
+        receiver would read an old one.
+        """
+        self.set()
 
     @contextmanager
     def wait(self) -> Iterator[None]:
@@ -102,23 +108,14 @@ class Notifier:
         yield
         self._was_read()
 
-    def _announce(self) -> bool:
-        """Return whether the message is the last one of the ring."""
-        for semaphore in self._sent:
-            semaphore.release()
-        return self._advance()
-
-    def _advance(self) -> bool:
-        self._position = (self._position + 1) % self._ring
-        return self._position == 0
-
-    def _wait_for_readers(self) -> None:
-        for _ in self._sent:
-            self._take(self._read)
+    def _ends_half(self) -> bool:
+        """Count a message, and return whether it is the last one of a half."""
+        self._num_messages += 1
+        return self._num_messages % self._half == 0
 
     def _was_read(self) -> None:
-        if self._advance():
-            self._read.release()
+        if self._ends_half():
+            self._read[self._receiver].release()
 
     def _take(self, semaphore: Any) -> None:
         while not semaphore.acquire(timeout=LOOK_S) and not self.broken:

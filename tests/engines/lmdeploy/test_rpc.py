@@ -1,6 +1,7 @@
 """The engine process hears every call, whatever it sends meanwhile; and what it sends does not hold up its end."""
 
 import asyncio
+import copy
 import multiprocessing
 import subprocess
 import sys
@@ -156,6 +157,55 @@ def test_a_buffer_closes_while_a_message_waits_in_it():
     buffer.close()
     with pytest.raises(FileNotFoundError):
         SharedMemory(buffer.name())
+
+
+@pytest.fixture
+def ring():
+    """`ring(n)`: the sender's end of LMDeploy's ring of messages, and the ends of n receivers."""
+    buffers = []
+
+    def make(num_receivers: int) -> list[SharedBuffer]:
+        notifier = Notifier(num_receivers, multiprocessing.get_context("spawn"))
+        buffers.append(SharedBuffer(-1, notifier))
+        # Each process has a copy of the notifier, which counts for itself.
+        buffers.extend(SharedBuffer(number, copy.copy(notifier), buffers[0].name()) for number in range(num_receivers))
+        return buffers
+
+    yield make
+    for buffer in reversed(buffers):
+        buffer.close()
+
+
+def test_a_message_follows_one_whose_sender_has_not_gone_on(ring):
+    """The receiver may have answered before the task of the first message runs again."""
+    sender, receiver = ring(1)
+
+    async def play() -> None:
+        sending = []
+        for number in range(100):
+            sending.append(asyncio.create_task(sender.send_async(number)))
+            await asyncio.sleep(0)
+            assert receiver.receive() == number
+        await asyncio.gather(*sending)
+
+    asyncio.run(play())
+
+
+def test_the_slowest_receiver_gets_every_message(ring):
+    sender, *receivers = ring(2)
+
+    def receive(buffer: SharedBuffer, delay_s: float) -> list[int]:
+        found = []
+        for _ in range(200):
+            time.sleep(delay_s)
+            found.append(buffer.receive())
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(receive, buffer, delay_s) for buffer, delay_s in zip(receivers, (0, 0.001), strict=True)]
+        for number in range(200):
+            sender.send(number)
+        assert [each.result(LIMIT_S) for each in answers] == [list(range(200))] * 2
 
 
 @pytest.mark.parametrize("moment", ["the turn that brings it", "before a late step"])
