@@ -1,21 +1,23 @@
 """The engines of a prefill/decode group: those that the group starts, and those that join it by themselves."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sagellm.control_plane import probe
 from sagellm.control_plane.base import EngineKind
-from sagellm.control_plane.child_engine import HOST, ChildEngine
+from sagellm.control_plane.child_engine import ChildEngine, needs
 from sagellm.control_plane.kinds.sagellm import SageLLM
 from sagellm.control_plane.probe import ROUTES, EngineFacts
 from sagellm.core.errors import ConfigError
 from sagellm.core.ports import listen
+from sagellm.core.run_folder import RunFolder
 from sagellm.pd.answers import Ending
 from sagellm.pd.engine import Engine
 
-__all__ = ["JoiningMember", "Member", "StartedMember"]
+__all__ = ["JoiningMember", "Member", "RoleServer", "StartedMember"]
 
+FOLDER = "sagellm-member-"
 ENDED_S = 2.0  # from the end of a control connection to that of its process
 
 
@@ -77,34 +79,44 @@ class Member(EngineKind):
         return EngineFacts((self._engine.info.model,), ROUTES[:2], tokens, device, capabilities)
 
 
-class StartedMember(Member, ChildEngine):
-    """`sagellm serve` with a role, a process of the manager.
+class RoleServer(ChildEngine):
+    """`sagellm serve` with a role, as a process.
 
     Args:
-        words: the command, before the flags of a member.
+        role: prefill or decode or hybrid.
+        words: the command, before the flags that are set here.
         flags: further ones of `sagellm serve`.
-        port: where it serves.
+        key: secret of the group.
+        port: where it serves, if no other process has the port.
         cores: that it is kept on; empty: all.
+        gateway: URL of the manager.
     """
 
+    name = SageLLM.name
+    metrics = SageLLM.metrics
+    is_local = False
+
     def __init__(
-        self, owner: Any, role: str, words: Sequence[str], flags: Sequence[str], port: int, cores: Sequence[int] = ()
+        self, role: str, words: Sequence[str], flags: Sequence[str], key: bytes, port: int, cores: Sequence[int], gateway: str
     ) -> None:
-        super().__init__(owner, role)
-        self._words, self._flags, self.cores = list(words), list(flags), cores
-        self._port = port
-        self.ready_timeout_s = owner.ready_timeout_s
+        self.role, self.cores = role, cores
+        self._words, self._flags, self._key, self._port, self._gateway = list(words), list(flags), key, port, gateway
+        self._folder = RunFolder(FOLDER)
 
     def command(self, port: int) -> list[str]:
-        gateway = self._owner.fleet.url.replace("//0.0.0.0:", f"//{HOST}:").replace("//[::]:", f"//{HOST}:")
-        return [*self._words, "--role", self.role, "--proxy-url", gateway,
-                "--pd-key-file", str(self._owner.key_file), "--host", HOST, "--port", str(port), "--json",
+        return [*self._words, "--role", self.role, "--proxy-url", self._gateway,
+                "--pd-key-file", str(self._folder.write_key(self._key)), "--host", self.host, "--port", str(port), "--json",
                 *self._flags]  # fmt: skip
+
+    def resources(self) -> dict[str, float]:
+        flags = dict(zip(self._flags, self._flags[1:], strict=False))
+        workers = int(flags.get("--tensor-parallel", 1))
+        return needs(int(flags.get("--threads", 1)), flags.get("--device", ""), workers)
 
     def take_port(self) -> int:
         """Keep the port, by which the others of the group know the engine, unless another process has it."""
         try:
-            listen(HOST, self._port).close()
+            listen(self.host, self._port).close()
         except ConfigError:
             self._port = super().take_port()
         return self._port
@@ -112,20 +124,49 @@ class StartedMember(Member, ChildEngine):
     def on_ready(self, line: dict[str, Any]) -> None:
         self.device = line.get("device", self.device)
 
+    async def stop(self, grace_s: float = 10.0) -> None:
+        await super().stop(grace_s)
+        self._folder.remove()
+
+
+class StartedMember(Member):
+    """An engine that the group starts.
+
+    Args:
+        made: makes its `RoleServer`, or a place for one on a cluster. Called once the manager has an address.
+    """
+
+    is_ours = True
+    _process: EngineKind
+
+    def __init__(self, owner: Any, role: str, made: Callable[[], EngineKind]) -> None:
+        super().__init__(owner, role)
+        self._made = made
+
+    def attach(self, fleet: Any, name: str) -> None:
+        super().attach(fleet, name)
+        self._process = self._made()
+        self._process.attach(fleet, name)
+
     async def start(self) -> None:
-        await super().start()
+        await self._process.start()
+        self.url, self.device, self.node = self._process.url, self._process.device, self._process.node
         try:
             await self.join()
         except BaseException:
-            await self.stop(0.0)
+            await self.reset()
             raise
 
     async def stop(self, grace_s: float = 10.0) -> None:
         await self.leave()
-        await super().stop(grace_s)
+        await self._process.stop(grace_s)
+
+    async def reset(self) -> None:
+        await self.leave()
+        await self._process.reset()
 
     async def ended(self) -> str:
-        ended, gone = asyncio.ensure_future(super().ended()), asyncio.ensure_future(self.gone())
+        ended, gone = asyncio.ensure_future(self._process.ended()), asyncio.ensure_future(self.gone())
         try:
             await asyncio.wait({ended, gone}, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait({ended}, timeout=0.0 if self._silent.done() else ENDED_S)  # its last words say more
@@ -134,6 +175,9 @@ class StartedMember(Member, ChildEngine):
             ended.cancel()
             gone.cancel()
             await asyncio.gather(ended, gone, return_exceptions=True)
+
+    def describe(self) -> dict[str, Any]:
+        return self._process.describe()
 
 
 class JoiningMember(Member):

@@ -8,7 +8,9 @@ import secrets
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from ipaddress import ip_address
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -21,7 +23,7 @@ from sagellm.control_plane.registry import make_engine
 from sagellm.core.errors import ConfigError, EngineError, SageError
 from sagellm.core.tasks import within
 
-__all__ = ["RayEngine", "join_cluster", "leave_cluster", "made_engine", "placed"]
+__all__ = ["GroupPlaces", "RayEngine", "join_cluster", "leave_cluster", "made_engine", "placed"]
 
 POLL_S = 0.5
 ANSWER_S = 5.0  # for an actor that lives; the node of another one may be lost
@@ -83,14 +85,17 @@ def made_engine(kind: str, options: Mapping[str, Any], ray_address: str | None) 
 
 
 def placed(engine: EngineKind, ray_address: str | None, resources: Any = None) -> EngineKind:
-    """Return an engine that runs on the cluster if there is one and the engine is a process; else the engine itself.
+    """Return an engine that runs on the cluster if there is one and the engine is a process or a group; else the engine itself.
 
     Args:
-        resources: name -> amount that the engine needs of one node; None: those that it names itself.
+        resources: name -> amount that the engine, or each one of a group, needs of one node; None: those that it names itself.
 
     Raises:
         ConfigError: resources without a cluster, for an engine of others, or with an invalid amount.
     """
+    if ray_address is not None and engine.is_group:
+        engine.use_cluster(GroupPlaces(None if resources is None else _checked(resources)))
+        return engine
     if ray_address is not None and isinstance(engine, ChildEngine):
         return RayEngine(engine, engine.resources() if resources is None else _checked(resources))
     if resources is not None:
@@ -113,6 +118,65 @@ def _checked(resources: Any) -> dict[str, float]:
     return dict(resources)
 
 
+class GroupPlaces:
+    """The places of a prefill/decode group on the cluster.
+
+    Ray reserves those of its first engines together, all or none, on as few nodes as it can: they send each other KV blocks.
+
+    Args:
+        resources: of each engine, name -> amount; None: those that it names itself.
+
+    Attributes:
+        count: of the engines that are placed together.
+    """
+
+    def __init__(self, resources: Mapping[str, float] | None) -> None:
+        self._resources = resources
+        self._group: Any = None
+        self._free: list[int] = []
+        self.count = 0
+
+    @property
+    def threads(self) -> int:
+        """Threads of an engine that is given none."""
+        return int((self._resources or {}).get("CPU", 1))
+
+    @property
+    def host(self) -> str:
+        """Return the address of this machine in the cluster."""
+        import ray
+
+        return ray.util.get_node_ip_address()
+
+    def check_gateway(self, url: str) -> None:
+        """Raise ConfigError if the nodes of other machines cannot reach the gateway."""
+        if _is_loopback(urlsplit(url).hostname) and not _is_loopback(self.host):
+            raise ConfigError(
+                f"engines of a group on a Ray cluster report to the gateway at {url}, which other machines cannot reach. Give "
+                f"host: {self.host}, or 0.0.0.0."
+            )
+
+    def place(self, server: ChildEngine, count: int) -> "RayEngine":
+        """Return an engine on the cluster. `count`: of those that are placed together."""
+        resources = server.resources() if self._resources is None else self._resources
+        self.count = max(self.count, count)
+        return RayEngine(server, resources, self if count > 1 else None)
+
+    def take(self, needs: Mapping[str, float]) -> tuple[Any, int]:
+        """Return Ray's placement group, and the number of a bundle in it, which is kept until `give_back`."""
+        if self._group is None:
+            self._group, self._free = _reserve(needs, self.count, "PACK"), list(range(self.count))
+        return self._group, self._free.pop(0)
+
+    def give_back(self, bundle: int) -> Any:
+        """Return the placement group if none of its bundles is in use any more; it is to be removed then."""
+        self._free.append(bundle)
+        if len(self._free) < self.count:
+            return None
+        group, self._group = self._group, None
+        return group
+
+
 class RayEngine(EngineKind):
     """Places the process of another kind, and attaches to it by its URL.
 
@@ -122,17 +186,19 @@ class RayEngine(EngineKind):
     Args:
         engine: not started; the actor gets a copy of it.
         resources: name -> amount, all of one node.
+        places: of the group that it is placed with; None: it is placed alone.
     """
 
     is_ours = True
 
-    def __init__(self, engine: ChildEngine, resources: Mapping[str, float]) -> None:
+    def __init__(self, engine: ChildEngine, resources: Mapping[str, float], places: GroupPlaces | None = None) -> None:
         self.name, self.model, self.device, self.metrics = engine.name, engine.model, engine.device, engine.metrics
         if not engine.is_local:  # it listens where others than the gateway may reach it
             self.api_key = engine.api_key = secrets.token_hex(16)
         engine.num_cpus = max(1, int(resources.get("CPU", 1)))
-        self._engine, self._resources = engine, dict(resources)
+        self._engine, self._resources, self._places = engine, dict(resources), places
         self._group: Any = None
+        self._bundle = 0  # of this engine in the placement group
         self._actor: Any = None
         self._facts: dict[str, Any] = {}
 
@@ -169,21 +235,23 @@ class RayEngine(EngineKind):
 
     async def _place(self) -> None:
         import ray
-        from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         needs = self._resources | (_own_node() if self._engine.is_local else {})
         end_s = time.monotonic() + NODES_WAIT_S
         # All in one bundle: Ray lets a process see the accelerators of its own bundle alone.
-        self._group = placement_group([needs], strategy="STRICT_PACK")
+        if self._places is None:
+            self._group, self._bundle = _reserve(needs, 1, "STRICT_PACK"), 0
+        else:
+            self._group, self._bundle = self._places.take(needs)
         while not await asyncio.to_thread(self._group.wait, 1):
             if time.monotonic() > end_s:
-                raise EngineError(_no_room(needs))
+                raise EngineError(self._no_room(needs))
         others = {name: amount for name, amount in self._resources.items() if name not in ("CPU", "GPU", "memory")}
         self._actor = ray.remote(_Place).options(
             num_cpus=self._resources.get("CPU", 0), num_gpus=self._resources.get("GPU", 0),
             memory=self._resources.get("memory"), resources=others, max_restarts=-1,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, 0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, self._bundle),
         ).remote(self._engine, "GPU" in self._resources, os.getcwd())  # fmt: skip
 
     async def _reach(self) -> None:
@@ -203,7 +271,7 @@ class RayEngine(EngineKind):
             if time.monotonic() > end_s:
                 has_room = await asyncio.to_thread(self._group.wait, 0)
                 silent = f"its actor has a place, and does not answer within {NODES_WAIT_S:g} s; Ray's log says more."
-                raise EngineError(silent if has_room else _no_room(self._resources))
+                raise EngineError(silent if has_room else self._no_room(self._resources))
             await asyncio.sleep(POLL_S)
 
     async def _started(self) -> dict[str, Any]:
@@ -230,11 +298,17 @@ class RayEngine(EngineKind):
         from ray.util.placement_group import remove_placement_group
 
         actor, group, self._actor, self._group = self._actor, self._group, None, None
+        if group is not None and self._places is not None:
+            group = self._places.give_back(self._bundle)
         self.node, self._facts = "", {}
         for end, one in ((ray.kill, actor), (remove_placement_group, group)):
             with contextlib.suppress(Exception):  # the cluster itself may be gone
                 if one is not None:
                     await asyncio.to_thread(end, one)
+
+
+    def _no_room(self, needs: Mapping[str, float]) -> str:
+        return _no_room(needs, 1 if self._places is None else self._places.count)
 
 
 class _Place:
@@ -282,7 +356,22 @@ def _own_node() -> dict[str, float]:
     return {name: 0.001 for name in found if name.startswith("node:") and "__" not in name}
 
 
-def _no_room(needs: Mapping[str, float]) -> str:
+def _reserve(needs: Mapping[str, float], count: int, strategy: str) -> Any:
+    """Return a placement group of Ray with so many equal bundles, for which it looks for nodes."""
+    from ray.util.placement_group import placement_group
+
+    return placement_group([dict(needs)] * count, strategy=strategy)
+
+
+def _is_loopback(host: str | None) -> bool:
+    try:
+        return ip_address(host or "").is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _no_room(needs: Mapping[str, float], count: int = 1) -> str:
+    """Return the error. `count`: of the engines that need this and are placed together."""
     import ray
 
     def words(resources: Mapping[str, float]) -> str:
@@ -290,8 +379,11 @@ def _no_room(needs: Mapping[str, float]) -> str:
         return ", ".join(f"{name} {amount:g}" for name, amount in sorted(shown.items())) or "nothing of that"
 
     nodes = "; ".join(f"{node['NodeManagerAddress']} with {words(node['Resources'])}" for node in ray.nodes() if node["Alive"])
+    wanted = f"no node of the Ray cluster had {words(needs)} free"
+    if count > 1:
+        wanted = f"the nodes of the Ray cluster had no {count} times {words(needs)} free"
     return (
-        f"no node of the Ray cluster had {words(needs)} free within {NODES_WAIT_S:g} s. There are {nodes}; free in all are "
+        f"{wanted} within {NODES_WAIT_S:g} s. There are {nodes}; free in all are "
         f"{words(ray.available_resources())}. Start a node with `ray start --address HOST:PORT`, stop an engine, or lower "
         "`resources` of this one."
     )

@@ -7,10 +7,45 @@ import tempfile
 import time
 from pathlib import Path
 
-__all__ = ["hold", "remove_abandoned"]
+__all__ = ["RunFolder", "hold", "remove_abandoned"]
 
 LOCK_NAME = "in-use"
 NEW_S = 60.0  # a folder without a mark may have been made just now
+
+
+class RunFolder:
+    """A folder of mode 700 that is made when it is first asked for. Those of killed processes are removed then.
+
+    Args:
+        prefix: of its name, and of those that are removed.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._path: Path | None = None
+        self._mark = -1  # file descriptor
+
+    @property
+    def path(self) -> Path:
+        if self._path is None:
+            remove_abandoned(f"{self._prefix}*")
+            self._path = Path(tempfile.mkdtemp(prefix=self._prefix))
+            self._mark = hold(self._path)
+        return self._path
+
+    def write_key(self, key: bytes) -> Path:
+        """Return a file with a secret, which its owner alone can read."""
+        file = self.path / "key"
+        file.touch(0o600)
+        file.write_bytes(key)
+        return file
+
+    def remove(self) -> None:
+        """Remove it, if there is one."""
+        if self._path is not None:
+            shutil.rmtree(self._path, ignore_errors=True)
+            os.close(self._mark)
+            self._path = None
 
 
 def hold(folder: Path) -> int:

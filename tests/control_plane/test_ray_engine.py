@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -252,5 +253,68 @@ def test_workers_of_a_placed_engine_and_a_group(cluster, settings, model_folder)
         for name, options in others.items():
             found = manager.register_engine(name, options.pop("kind"), **options)
             assert answer(name) == answer("one")
-            assert bool(found["node"]) == (name != "split")  # engines of a group stay with the manager
+            assert bool(found["node"]) == (name != "split")  # its engines have nodes, the group has none
             manager.unregister_engine(name)
+
+
+def engines_of(manager):
+    return {one["name"]: one for one in manager.engines() if one["group"]}
+
+
+@pytest.mark.slow
+def test_engines_of_a_group_run_on_nodes_and_one_that_is_lost_comes_back(cluster, settings):
+    flags = ["--device", "cpu", "--kv-blocks", "128", "--block-size", "16", "--model-name", "tiny", "--threads", "1"]
+    group = {"kind": "group", "model": settings["model"], "policy": "always-split", "flags": flags, "resources": {"CPU": 2}}
+    broken = []
+    with on_cluster(cluster, engines={"one": settings | {"resources": {"CPU": 1}}}) as manager, OpenAI(
+        base_url=f"{manager.url}/v1", api_key="none", max_retries=0, timeout=120
+    ) as client:
+        expected = {prompt: complete(client, prompt) for prompt in PROMPTS}
+        manager.unregister_engine("one")
+        wait_for_room()
+        manager.register_engine("split", **group, decode=2)
+        before = engines_of(manager)
+        assert len({one["node"] for one in before.values()}) == 3, "each needs all cores of a node"
+        assert all(one["url"].startswith(f"http://{one['node']}:") for one in before.values())
+        assert [complete(client, prompt) for prompt in PROMPTS] == list(expected.values())
+        pages = [httpx.get(f"{one['url']}/metrics").text for one in before.values() if one["role"] == "decode"]
+        assert sum(float(re.search(r"^sagellm_pd_transfer_bytes_total (\S+)", page, re.M)[1]) for page in pages) > 0
+
+        lost = next(name for name, one in before.items() if one["role"] == "decode" and one["node"] != HEAD)
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            asked = [pool.submit(is_right, client, number, expected, broken) for number in range(40)]
+            wait_until("requests there", lambda: engines_of(manager)[lost]["running"])
+            cluster.kill(place(before[lost]))
+            assert all(each.result() for each in asked)
+        cluster.add()
+        again = wait_until("it is back", lambda: is_back(manager, lost, 2), 300)
+        assert again["node"] not in {one["node"] for one in before.values()}
+        assert [complete(client, prompt) for prompt in PROMPTS] == list(expected.values())
+        manager.unregister_engine("split")
+        wait_for_room()
+
+
+@pytest.mark.slow
+def test_a_cluster_without_room_for_a_group(cluster, settings, monkeypatch):
+    group = {"model": settings["model"], "flags": ["--device", "cpu"], "resources": {"CPU": 2}, "decode": 3}
+    with on_cluster(cluster) as manager:
+        monkeypatch.setattr(ray_engine, "NODES_WAIT_S", 1.0)
+        with pytest.raises(EngineError, match="the nodes of the Ray cluster had no 4 times CPU 2 free within 1 s"):
+            manager.register_engine("split", "group", **group)
+        assert manager.engines() == []
+        wait_for_room()
+
+
+def test_a_group_on_a_cluster_that_cannot_work(settings):
+    with pytest.raises(ConfigError, match="pin keeps engines on cores of this machine"):
+        made_engine("group", {"model": settings["model"], "prefill": 1, "pin": True}, "auto")
+    with pytest.raises(ConfigError, match="resources is 5; give names and amounts"):
+        made_engine("group", {"model": settings["model"], "resources": 5}, "auto")
+
+
+def test_the_gateway_of_a_group_on_other_machines(monkeypatch):
+    places = ray_engine.GroupPlaces(None)
+    monkeypatch.setattr(ray_engine.GroupPlaces, "host", "10.0.0.9")
+    places.check_gateway("http://10.0.0.9:8000")
+    with pytest.raises(ConfigError, match=r"which other machines cannot reach. Give host: 10.0.0.9, or 0.0.0.0"):
+        places.check_gateway("http://127.0.0.1:8000")

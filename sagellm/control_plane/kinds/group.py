@@ -3,14 +3,12 @@
 import asyncio
 import json
 import logging
-import os
 import re
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,12 +19,12 @@ from sagellm.comm_backend.topology.placement import Place, available_cores, plac
 from sagellm.control_plane.base import EngineKind, EngineState, forever
 from sagellm.control_plane.child_engine import HOST
 from sagellm.control_plane.growth import Growth
-from sagellm.control_plane.members import JoiningMember, StartedMember
+from sagellm.control_plane.members import JoiningMember, RoleServer, StartedMember
 from sagellm.control_plane.probe import EngineFacts
 from sagellm.core.config import ROLES
 from sagellm.core.errors import CommError, ConfigError, EngineError, SageError
 from sagellm.core.ports import free_ports
-from sagellm.core.run_folder import hold, remove_abandoned
+from sagellm.core.run_folder import RunFolder
 from sagellm.models import find_model, prepare_model
 from sagellm.pd.engine import CALL_S
 from sagellm.pd.group import SILENT_S, Group
@@ -59,7 +57,7 @@ class PDGroup(EngineKind):
         prefill, decode, hybrid: how many engines of each role it starts.
         policy: routing policy of the group.
         flags: flags of `sagellm serve` for each engine.
-        pin: whether each engine gets cores of its own.
+        pin: whether each engine gets cores of its own; not on a cluster.
         silent_s: an engine that answers nothing for so long is started again; longer than its longest step.
         ready_timeout_s: longest time in which the engines get ready and connected.
         key_file: secret of the group, for engines that others start; None: a new one, which the engines of the group get.
@@ -95,8 +93,9 @@ class PDGroup(EngineKind):
                 raise ConfigError(f"{name} is set for each engine by its group; leave it out.")
         num = sum(self.numbers.values())
         self._source = find_model(None if model is None else Path(model)) if num or model else None
-        self._places = _places(max(1, num), pin)
-        self._key = None if key_file is None else read_key(key_file)
+        self._places, self._is_pinned = _places(max(1, num), pin), pin
+        self._cluster: Any = None
+        self._key, self._has_own_key = (new_key(), True) if key_file is None else (read_key(key_file), False)
         self._nodes_file = None if nodes_file is None else Path(nodes_file)
         self._known = _read_urls(self._nodes_file)
         self._attaching: list[asyncio.Task] = []
@@ -107,14 +106,20 @@ class PDGroup(EngineKind):
         self.peers: Group | None = None
         self.tokens: PromptTokens | None = None
         self.key_file = Path(key_file or "")
-        self._model = self._folder = Path()
-        self._mark = -1  # file descriptor
+        self._model, self._folder = Path(), RunFolder(FOLDER)
+        self._is_started = False
         self._sums: dict[str, float] = {}
         self._growth = Growth()
 
     def attach(self, fleet: Any, name: str) -> None:
         super().attach(fleet, name)
         self.fleet, self.title = fleet, name
+
+    def use_cluster(self, cluster: Any) -> None:
+        """Start the engines on the nodes of a cluster, a `GroupPlaces`. Raises ConfigError: they are to be pinned."""
+        if self._is_pinned:
+            raise ConfigError("pin keeps engines on cores of this machine; leave it out where a Ray cluster has them.")
+        self._cluster = cluster
 
     def names(self, role: str) -> list[str]:
         """Return the names of the engines of a role that the group begins with."""
@@ -128,8 +133,7 @@ class PDGroup(EngineKind):
         """
         if self._source is None:
             raise ConfigError("a group that starts engines needs a model; give model.")
-        place = self._places[-1]
-        return self._member(role, free_ports(1, HOST)[0], Place(place.nodes, ()), len(place.cores) // self._places.count(place))
+        return self._member(role, free_ports(1, HOST)[0], self._places[-1], is_further=True)
 
     async def start(self) -> None:
         """Start the engines side by side, and return when all are connected. Engines of others may join later.
@@ -138,23 +142,19 @@ class PDGroup(EngineKind):
             ConfigError: no tokenizer can be loaded from the model.
             EngineError: an engine cannot start, or refuses another.
         """
-        remove_abandoned(f"{FOLDER}*")
-        self._folder = Path(tempfile.mkdtemp(prefix=FOLDER))  # mode 700
-        self._mark = hold(self._folder)
-        if self._key is None:
-            self.key_file = self._folder / "key"
-            self.key_file.touch(0o600)
-            self.key_file.write_bytes(new_key())
+        self._is_started = True
+        if self._has_own_key:
+            self.key_file = self._folder.write_key(self._key)
         else:
             self.fleet.metrics.show_proxy_names(self.fleet)
         if self._source is not None:
             self._model = await asyncio.to_thread(prepare_model, self._source)
-        self.peers = Group(self._key or self.key_file.read_bytes(), self.fleet.note_change, self._silent_s)
+        self.peers = Group(self._key, self.fleet.note_change, self._silent_s)
         await self.peers.start()
         begun = [(name, role) for role in ROLES for name in self.names(role)]
         members = []
         for (name, role), port, place in zip(begun, free_ports(len(begun), HOST), self._places[: len(begun)], strict=True):
-            members.append((name, self._member(role, port, place, len(place.cores) // self._places.count(place))))
+            members.append((name, self._member(role, port, place)))
         await self.fleet.register_all(members)
         if self._source is None:
             logger.warning("no tokenizer (model): requests are routed by load alone, not by what engines have cached")
@@ -166,7 +166,7 @@ class PDGroup(EngineKind):
         self._attaching = [asyncio.create_task(self._attach(url)) for url in self._known]
 
     async def stop(self, grace_s: float = 10.0) -> None:
-        if self._mark < 0:
+        if not self._is_started:
             return
         for task in self._attaching:
             task.cancel()
@@ -175,9 +175,8 @@ class PDGroup(EngineKind):
         await asyncio.gather(*stops, return_exceptions=True)  # one that is stopped already is unknown
         if self.peers is not None:
             await self.peers.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-        os.close(self._mark)
-        self._mark = -1
+        self._folder.remove()
+        self._is_started = False
 
     async def ended(self) -> str:
         return await forever()  # its engines are started again
@@ -305,12 +304,26 @@ class PDGroup(EngineKind):
                 raise EngineError(self.named(f"not connected within {self.ready_timeout_s:g} s: {', '.join(apart)}."))
             await self.peers.changed(POLL_S)
 
-    def _member(self, role: str, port: int, place: Place, num_threads: int) -> StartedMember:
+    def _member(self, role: str, port: int, place: Place, is_further: bool = False) -> StartedMember:
+        """Return an engine of the group. `is_further`: beyond those that it begins with, so that it has no cores of its own."""
+        return StartedMember(self, role, partial(self._process, role, port, place, is_further))
+
+    def _process(self, role: str, port: int, place: Place, is_further: bool) -> EngineKind:
+        """Return what runs an engine of the group. Raises ConfigError: a node of a cluster cannot reach the manager."""
         flags = ["--model", str(self._model)]
         flags += [] if "--model-name" in self._flags else ["--model-name", self._source.name]
         if "--threads" not in self._flags:  # together no more than there are cores, or all wait for each other
-            flags += ["--threads", str(max(1, num_threads))]
-        return StartedMember(self, role, self.engine, [*flags, *self._flags], port, place.cores)
+            threads = len(place.cores) // self._places.count(place) if self._cluster is None else self._cluster.threads
+            flags += ["--threads", str(max(1, threads))]
+        cores = () if is_further or self._cluster is not None else place.cores
+        host = HOST if self._cluster is None else self._cluster.host
+        gateway = self.fleet.url.replace("//0.0.0.0:", f"//{host}:").replace("//[::]:", f"//{host}:")
+        server = RoleServer(role, self.engine, [*flags, *self._flags], self._key, port, cores, gateway)
+        server.ready_timeout_s = self.ready_timeout_s
+        if self._cluster is None:
+            return server
+        self._cluster.check_gateway(gateway)
+        return self._cluster.place(server, 1 if is_further else sum(self.numbers.values()))
 
 
 def _places(num: int, pin: bool) -> list[Place]:

@@ -1,10 +1,7 @@
 """`sagellm serve` as a process of the manager, with any of its settings."""
 
 import json
-import os
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +9,7 @@ from sagellm.control_plane.base import totals
 from sagellm.control_plane.child_engine import ChildEngine, needs
 from sagellm.core.config import read_config
 from sagellm.core.errors import ConfigError
-from sagellm.core.run_folder import hold, remove_abandoned
+from sagellm.core.run_folder import RunFolder
 from sagellm.models import find_model, prepare_model
 
 __all__ = ["SageLLM"]
@@ -52,8 +49,7 @@ class SageLLM(ChildEngine):
         self._settings = json.loads(self.config.model_dump_json(include=set(_fields(given))))
         self.device = "" if (asked := given.get("device", "auto")) == "auto" else asked
         self.model = given.get("model_name")
-        self._folder: Path | None = None
-        self._mark = -1  # file descriptor
+        self._folder = RunFolder(FOLDER)  # it may hold paths and keys
 
     def attach(self, fleet: Any, name: str) -> None:
         super().attach(fleet, name)
@@ -67,19 +63,12 @@ class SageLLM(ChildEngine):
         return prepare_model(find_model(None if model is None else Path(model)))
 
     def command(self, port: int) -> list[str]:
-        if self._folder is None:
-            remove_abandoned(f"{FOLDER}*")
-            self._folder = Path(tempfile.mkdtemp(prefix=FOLDER))  # mode 700: it may hold paths and keys
-            self._mark = hold(self._folder)
-        file = self._folder / "serve.yaml"
+        file = self._folder.path / "serve.yaml"
         ours: dict[str, Any] = {} if self.api_key is None else {"api_key": self.api_key}
         if self.num_cpus is not None:
             ours["threads"] = self._settings.get("threads") or max(1, self.num_cpus // self._num_workers)
         if self.feed_key is not None:
-            key_file = self._folder / "key"
-            key_file.touch(0o600)
-            key_file.write_bytes(self.feed_key)
-            ours["pd"] = {"key_file": str(key_file)}
+            ours["pd"] = {"key_file": str(self._folder.write_key(self.feed_key))}
         file.write_text(json.dumps(self._settings | ours))  # JSON is YAML
         where = ["--host", self.host, "--port", str(port)]
         return [sys.executable, "-m", "sagellm.serve", "--config", str(file), *where, "--json"]
@@ -98,10 +87,7 @@ class SageLLM(ChildEngine):
 
     async def stop(self, grace_s: float = 10.0) -> None:
         await super().stop(grace_s)
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            os.close(self._mark)
-            self._folder = None
+        self._folder.remove()
 
 
 def _fields(given: dict[str, Any]) -> list[str]:
