@@ -264,7 +264,7 @@ def engines_of(manager):
 @pytest.mark.slow
 def test_engines_of_a_group_run_on_nodes_and_one_that_is_lost_comes_back(cluster, settings):
     flags = ["--device", "cpu", "--kv-blocks", "128", "--block-size", "16", "--model-name", "tiny", "--threads", "1"]
-    group = {"kind": "group", "model": settings["model"], "policy": "always-split", "flags": flags, "resources": {"CPU": 2}}
+    group = {"engine": "group", "model": settings["model"], "policy": "always-split", "flags": flags, "resources": {"CPU": 2}}
     broken = []
     with on_cluster(cluster, engines={"one": settings | {"resources": {"CPU": 1}}}) as manager, OpenAI(
         base_url=f"{manager.url}/v1", api_key="none", max_retries=0, timeout=120
@@ -272,7 +272,7 @@ def test_engines_of_a_group_run_on_nodes_and_one_that_is_lost_comes_back(cluster
         expected = {prompt: complete(client, prompt) for prompt in PROMPTS}
         manager.unregister_engine("one")
         wait_for_room()
-        manager.register_engine("split", **group, decode=2)
+        manager.register_engine("split", decode=2, **group)
         before = engines_of(manager)
         assert len({one["node"] for one in before.values()}) == 3, "each needs all cores of a node"
         assert all(one["url"].startswith(f"http://{one['node']}:") for one in before.values())
