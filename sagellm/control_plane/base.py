@@ -88,6 +88,11 @@ class EngineKind(BaseService):
     def attach(self, fleet: Any, name: str) -> None:
         """Take what the engine needs of its `Fleet`, in which it has this name. Called before `start`."""
         self.http = fleet.http
+        if fleet.prefixes is not None:
+            self.take_feed_key(fleet.prefixes.key)
+
+    def take_feed_key(self, key: bytes) -> None:
+        """Tell which prefixes the engine has cached, by this key, if it can. Then set `feed_key`."""
 
     def ending(self) -> Ending:
         """Return the event that ends the requests of the engine, after each start."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -201,6 +202,13 @@ class RayEngine(EngineKind):
         self._bundle = 0  # of this engine in the placement group
         self._actor: Any = None
         self._facts: dict[str, Any] = {}
+
+    def take_feed_key(self, key: bytes) -> None:
+        self._engine.take_feed_key(key)
+        self.feed_key = self._engine.feed_key
+
+    def model_folder(self) -> Path | None:
+        return self._engine.model_folder()
 
     async def start(self) -> None:
         """Raises EngineError if no node has the resources free within `NODES_WAIT_S`."""

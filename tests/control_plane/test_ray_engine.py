@@ -194,6 +194,25 @@ def test_a_node_that_is_lost_under_load_loses_no_request_that_had_sent_nothing(c
 
 
 @pytest.mark.slow
+def test_engines_on_nodes_tell_what_they_have_cached(cluster, settings):
+    with on_cluster(cluster, router="prefix", engines={"a": settings, "b": settings}) as manager, OpenAI(
+        base_url=f"{manager.url}/v1", api_key="none", max_retries=0, timeout=120
+    ) as client:
+        wait_until("the engines tell", lambda: all("cached_blocks" in one for one in manager.engines()), 60)
+        asked = [[(7 * number + 13 * place) % 250 + 3 for place in range(90)] for number in range(4)]
+        first = []
+        for prompt in asked:
+            client.completions.create(model="tiny", prompt=prompt, max_tokens=2)
+            first.append(manager.status()["decisions"][-1]["engine"])
+        assert set(first) == {"a", "b"}
+        wait_until("requests settle", lambda: not any(one["expected_prefixes"] for one in manager.engines()), 60)
+        for prompt, engine in zip(asked, first, strict=True):
+            client.completions.create(model="tiny", prompt=prompt, max_tokens=2)
+            last = manager.status()["decisions"][-1]
+            assert (last["engine"], last["reason"]) == (engine, "longest prefix cached")
+
+
+@pytest.mark.slow
 def test_a_machine_that_is_cut_off_loses_no_request_that_had_sent_nothing(cluster, settings):
     with on_cluster(cluster, engines={"a": settings, "b": settings}, check_interval_s=600) as manager, OpenAI(
         base_url=f"{manager.url}/v1", api_key="none", max_retries=0, timeout=300

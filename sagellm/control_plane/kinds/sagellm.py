@@ -51,12 +51,11 @@ class SageLLM(ChildEngine):
         self.model = given.get("model_name")
         self._folder = RunFolder(FOLDER)  # it may hold paths and keys
 
-    def attach(self, fleet: Any, name: str) -> None:
-        super().attach(fleet, name)
+    def take_feed_key(self, key: bytes) -> None:
         settings = self._settings
         has_events = settings.get("engine") != "turbomind" and settings.get("prefix_caching", True)
-        if fleet.prefixes is not None and has_events and not settings.get("sot_workers"):
-            self.feed_key = fleet.prefixes.key
+        if has_events and not settings.get("sot_workers"):
+            self.feed_key = key
 
     def model_folder(self) -> Path:
         model = self._settings.get("model")
