@@ -22,7 +22,7 @@ KEPT = re.compile(r"^(?:failing input, .*: |.*Test unit written to )(.*)$", re.M
 RUNS = re.compile(r"^(?:no finding: (\d+) inputs|Done (\d+) runs)", re.MULTILINE)
 
 # The builds take minutes; CI runs them behind all other tests.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600 + SECONDS)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400 + SECONDS)]
 
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
