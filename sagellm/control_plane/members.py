@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from sagellm.control_plane import probe
@@ -109,9 +110,14 @@ class RoleServer(ChildEngine):
                 *self._flags]  # fmt: skip
 
     def resources(self) -> dict[str, float]:
-        flags = dict(zip(self._flags, self._flags[1:], strict=False))
-        workers = int(flags.get("--tensor-parallel", 1))
-        return needs(int(flags.get("--threads", 1)), flags.get("--device", ""), workers)
+        words = [word for flag in self._flags for word in flag.split("=", 1)]
+        given = dict(pairwise(words))
+
+        def number(flag: str) -> int:
+            value = given.get(flag, "1")
+            return int(value) if value.isdecimal() else 1  # the server rejects it in its own words
+
+        return needs(number("--threads"), given.get("--device", ""), number("--tensor-parallel"))
 
     def take_port(self) -> int:
         """Keep the port, by which the others of the group know the engine, unless another process has it."""

@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,6 +21,7 @@ from sagellm.control_plane.embedded_engine import EmbeddedEngine
 from sagellm.control_plane.kinds.sagellm import SageLLM
 from sagellm.control_plane.registry import make_engine
 from sagellm.core.errors import ConfigError, EngineError, SageError
+from sagellm.core.ports import is_loopback
 from sagellm.core.tasks import within
 
 __all__ = ["GroupPlaces", "RayEngine", "join_cluster", "leave_cluster", "made_engine", "placed"]
@@ -151,7 +151,7 @@ class GroupPlaces:
 
     def check_gateway(self, url: str) -> None:
         """Raise ConfigError if the nodes of other machines cannot reach the gateway."""
-        if _is_loopback(urlsplit(url).hostname) and not _is_loopback(self.host):
+        if is_loopback(urlsplit(url).hostname or "") and not is_loopback(self.host):
             raise ConfigError(
                 f"engines of a group on a Ray cluster report to the gateway at {url}, which other machines cannot reach. Give "
                 f"host: {self.host}, or 0.0.0.0."
@@ -369,13 +369,6 @@ def _reserve(needs: Mapping[str, float], count: int, strategy: str) -> Any:
     from ray.util.placement_group import placement_group
 
     return placement_group([dict(needs)] * count, strategy=strategy)
-
-
-def _is_loopback(host: str | None) -> bool:
-    try:
-        return ip_address(host or "").is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _no_room(needs: Mapping[str, float], count: int = 1) -> str:

@@ -1,12 +1,13 @@
 """Ports of this host: the defaults of servers, ports taken at once, and free ones."""
 
 import contextlib
+import ipaddress
 import secrets
 import socket
 
 from sagellm.core.errors import ConfigError
 
-__all__ = ["SagePorts", "free_ports", "listen"]
+__all__ = ["SagePorts", "free_ports", "is_loopback", "listen"]
 
 
 class SagePorts:
@@ -16,6 +17,16 @@ class SagePorts:
     gateway = 23300
     proxy = 8000
     engines = range(12000, 20000)  # Linux takes 32768 and above for itself, IANA suggests 49152 and above
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether other machines cannot reach this host. Of a name other than localhost it is not known here: False."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -16,6 +16,7 @@ from sagellm.comm_backend.control.signing import SIGNATURE
 from sagellm.comm_backend.kv_transfer.registry import channel_names, find_channel
 from sagellm.core.config import PDConfig, PDHooks, SageConfig
 from sagellm.core.errors import ConfigError, PeerError
+from sagellm.core.ports import is_loopback
 from sagellm.serve.parameters import Refused
 
 __all__ = ["FIELDS", "INFO", "GroupGate", "Membership", "join_group"]
@@ -78,7 +79,7 @@ def join_group(config: SageConfig, pd: PDConfig, device: str, model: str) -> Mem
     addresses = _addresses(proxy.hostname, proxy.port or HTTP_PORTS[proxy.scheme])
     if pd.trust_proxy:
         _check_trust(config, addresses)
-    channel = _channel(pd, device, is_one_host=all(_is_loopback(address[4][0]) for address in addresses))
+    channel = _channel(pd, device, is_one_host=all(is_loopback(address[4][0]) for address in addresses))
     # Others cannot connect to "any address"; the one from which the proxy is reached is one that they can.
     host = config.host if config.host not in ANY_ADDRESS else _own_address(addresses[0])
     holder = _hold_port(host, pd.port)
@@ -107,7 +108,7 @@ class GroupGate:
         if self._member is None or not self._member.trusts_proxy:
             return False
         client = scope.get("client")
-        return client is not None and _is_loopback(client[0]) and "origin" not in headers
+        return client is not None and is_loopback(client[0]) and "origin" not in headers
 
     def check_path(self, path: str, headers: Mapping[str, str], is_trusted: bool = False) -> None:
         """Before the body is read. Raises Refused: the path needs a signature, or this server does not have it."""
@@ -183,10 +184,6 @@ def _addresses(host: str, port: int) -> list[tuple]:
         raise ConfigError(f"--proxy-url: no host is known as {host} ({words}).") from None
 
 
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
-
-
 def _own_address(remote: tuple) -> str:
     with socket.socket(remote[0], socket.SOCK_DGRAM) as probe:  # nothing is sent
         try:
@@ -246,7 +243,7 @@ def _check_trust(config: SageConfig, of_proxy: list[tuple]) -> None:
         own = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(f"--host {config.host} is no address of this machine ({error.strerror}).") from None
-    if not all(_is_loopback(address[4][0]) for address in own + of_proxy):
+    if not all(is_loopback(address[4][0]) for address in own + of_proxy):
         raise ConfigError(
             "--pd-trust-proxy takes requests that nobody has signed, and so works on loopback alone: give --host 127.0.0.1 and "
             "--proxy-url http://127.0.0.1:PORT."

@@ -21,6 +21,7 @@ from sagellm.comm_backend import config
 from sagellm.control_plane import ray_engine
 from sagellm.control_plane.contract import ENGINE_SUITE
 from sagellm.control_plane.manager import ControlPlaneManager
+from sagellm.control_plane.members import RoleServer
 from sagellm.control_plane.ray_engine import RayEngine, join_cluster, leave_cluster, made_engine
 from sagellm.core.config import read_config
 from sagellm.core.errors import ConfigError, EngineError
@@ -329,6 +330,18 @@ def test_a_group_on_a_cluster_that_cannot_work(settings):
         made_engine("group", {"model": settings["model"], "prefill": 1, "pin": True}, "auto")
     with pytest.raises(ConfigError, match="resources is 5; give names and amounts"):
         made_engine("group", {"model": settings["model"], "resources": 5}, "auto")
+
+
+@pytest.mark.parametrize(
+    ("flags", "needs"),
+    [
+        ([], {"CPU": 1}),
+        (["--threads", "3", "--tensor-parallel=2", "--device", "cpu"], {"CPU": 6}),
+        (["--device=cuda", "--threads", "many"], {"CPU": 1, "GPU": 1}),
+    ],
+)
+def test_needs_of_an_engine_of_a_group(flags, needs):
+    assert RoleServer("decode", ["serve"], flags, b"key", 1, (), "http://h:1").resources() == needs
 
 
 def test_the_gateway_of_a_group_on_other_machines(monkeypatch):

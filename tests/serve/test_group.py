@@ -242,7 +242,7 @@ def test_any_address_is_announced_as_one_that_others_reach(joined, pd):
 
 def test_auto_is_the_same_for_all_engines_of_a_group(joined, pd, monkeypatch):
     assert joined(**pd)[0].hooks.channel == "shm"
-    monkeypatch.setattr(group, "_is_loopback", lambda address: False)
+    monkeypatch.setattr(group, "is_loopback", lambda address: False)
     far = SimpleNamespace(name="tcp", device_types=("cpu", "cuda"), missing=lambda: "")
     monkeypatch.setattr(group, "channel_names", lambda: ["shm", "tcp"])
     monkeypatch.setattr(group, "find_channel", {"tcp": far}.__getitem__)

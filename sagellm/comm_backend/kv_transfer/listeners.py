@@ -1,23 +1,14 @@
 """Sockets that a library listens on at every address of the machine, kept to the loopback interface."""
 
-import ipaddress
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from sagellm.core.errors import TransferError
+from sagellm.core.ports import is_loopback
 
-__all__ = ["is_loopback", "kept_to_loopback"]
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name; what it means to others is not known here
-        return False
+__all__ = ["kept_to_loopback"]
 
 
 @contextmanager

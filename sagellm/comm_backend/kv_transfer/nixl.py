@@ -21,10 +21,11 @@ from pydantic import Field
 
 from sagellm.comm_backend.kv_transfer.layout import Model
 from sagellm.comm_backend.kv_transfer.library_settings import library_settings
-from sagellm.comm_backend.kv_transfer.listeners import is_loopback, kept_to_loopback
+from sagellm.comm_backend.kv_transfer.listeners import kept_to_loopback
 from sagellm.comm_backend.kv_transfer.plan import TransferEndpoint
 from sagellm.comm_backend.kv_transfer.staged import RemoteReads, Span, StagedChannel, Staging
 from sagellm.core.errors import TransferError
+from sagellm.core.ports import is_loopback
 
 __all__ = ["NixlChannel"]
 
