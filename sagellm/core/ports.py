@@ -20,7 +20,7 @@ class SagePorts:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether other machines cannot reach this host. Of a name other than localhost it is not known here: False."""
+    """Return whether other machines cannot reach this host. A name other than localhost may mean any: False."""
     if host == "localhost":
         return True
     try:
