@@ -42,6 +42,7 @@ LOOK_S = 1.0  # how often a wait looks whether the connection is broken
 HANG_S, LOST_S = 4.0, 60.0
 FIRST_S = 60.0  # a step may take before one of its sort was measured
 END_S = 5.0  # for workers to end when they are told to; those left are killed
+ERROR_BYTES = 500  # of the error that ended a worker
 _watches: list["Watch"] = []
 
 
@@ -50,6 +51,7 @@ class Notifier:
 
     At the end of each half of the ring a sender waits until all receivers have read the other half, whose places come next.
     Semaphores have no owner, so the death of a process blocks no other. After `abort` every wait raises BrokenBarrierError.
+    A receiver also leaves the last error that LMDeploy logs there, for `first_error`.
     """
 
     def __init__(self, num_receiver: int, mp_ctx: Any) -> None:
@@ -59,10 +61,23 @@ class Notifier:
         self._sent = [mp_ctx.Semaphore(0) for _ in range(num_receiver)]
         self._read = [mp_ctx.Semaphore(0) for _ in range(num_receiver)]  # halves that each has read
         self._is_broken = mp_ctx.RawValue("b", 0)
+        self._errors = [(mp_ctx.RawValue("d", 0), mp_ctx.RawArray("c", ERROR_BYTES)) for _ in range(num_receiver)]
 
     def receive_as(self, number: int) -> None:
         """Take a receiver's place; below 0 for a sender."""
         self._receiver = max(0, number)
+        if number >= 0:
+            logging.getLogger("lmdeploy").addHandler(_LastError(*self._errors[number]))
+
+    def first_error(self, since: float) -> tuple[int, str] | None:
+        """Return which receiver has failed first, and how. The errors of others often follow from that one.
+
+        Args:
+            since: seconds on the clock of `time.monotonic`; earlier errors ended nothing.
+        """
+        found = [(at.value, number) for number, (at, _) in enumerate(self._errors) if at.value >= since]
+        number = min(found)[1] if found else -1
+        return (number, self._errors[number][1].value.decode(errors="ignore")) if found else None
 
     @property
     def bar(self) -> "Notifier":
@@ -124,6 +139,20 @@ class Notifier:
             raise threading.BrokenBarrierError
 
 
+class _LastError(logging.Handler):
+    """Writes the time and the exception of a log record, cut to `ERROR_BYTES`, to memory of two processes."""
+
+    def __init__(self, at: Any, text: Any) -> None:
+        super().__init__(logging.ERROR)
+        self._at, self._text = at, text
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None:
+            self._text.value = f"{type(error).__name__}: {error}".encode()[: ERROR_BYTES - 1]
+            self._at.value = time.monotonic()
+
+
 def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Reduce a tensor to an array, which pickles ten times as quickly: torch's own way writes a file for each."""
     is_plain = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.requires_grad
@@ -170,7 +199,8 @@ class Watch(ABC):
         self._main: asyncio.Task | None = None
         self._pending: deque[tuple[bool, int]] = deque()  # results to come: of a decode step, new tokens
         self._since = 0.0  # when the step of the first of them began
-        self._slowest: dict[bool, float] = {}  # seconds: of a decode step, and of a token of a step of prompts
+        self._slowest: dict[bool, float] = {}  # seconds of a step; True: of a decode step
+        self._most_tokens: dict[bool, int] = {}  # of a step
         self._lock = threading.Lock()
         _watches.append(self)
 
@@ -196,8 +226,8 @@ class Watch(ABC):
             for _ in range(min(count, len(self._pending))):
                 is_decoding, tokens = self._pending.popleft()
                 took_s = time.monotonic() - self._since
-                each_s = took_s if is_decoding else took_s / max(1, tokens)
-                self._slowest[is_decoding] = max(each_s, self._slowest.get(is_decoding, 0.0))
+                self._slowest[is_decoding] = max(took_s, self._slowest.get(is_decoding, 0.0))
+                self._most_tokens[is_decoding] = max(1, tokens, self._most_tokens.get(is_decoding, 0))
                 self._since = time.monotonic()
 
     def _forget(self) -> bool:
@@ -216,12 +246,15 @@ class Watch(ABC):
         """End all workers at once."""
 
     def _late_s(self, now: float) -> float:
-        """Seconds by which the next result is later than could be expected; 0 or less if it is not."""
+        """Seconds by which the next result is later than could be expected; 0 or less if it is not.
+
+        A step is expected to take as long as the slowest of its sort, and longer if it has more tokens than any of them.
+        """
         if not self._pending:
             return 0.0
         is_decoding, tokens = self._pending[0]
         slowest = self._slowest.get(is_decoding)
-        expected_s = FIRST_S if slowest is None else slowest * (1 if is_decoding else tokens)
+        expected_s = FIRST_S if slowest is None else slowest * max(1.0, tokens / self._most_tokens[is_decoding])
         return now - self._since - expected_s
 
     def _fail(self, who: str, how: str) -> None:
@@ -295,9 +328,8 @@ class WorkerWatch(Watch):
             if self._is_ending.is_set():
                 return
             if dead:
-                number = min(numbers[each] for each in dead)
-                self._processes[number].join()
-                self._fail(self._name(number), _ending(self._processes[number].exitcode))
+                number, how = self._ending(min(numbers[each] for each in dead))
+                self._fail(self._name(number), how)
                 return
             now = time.monotonic()
             with self._lock:
@@ -313,6 +345,15 @@ class WorkerWatch(Watch):
             if late_s > LOST_S or (late_s > HANG_S and idle):
                 self._fail(self._name(idle[0] if idle else 0), hangs(late_s))
                 return
+
+    def _ending(self, number: int) -> tuple[int, str]:
+        """Return which worker's end was the first, and how it ended, from one that has ended."""
+        self._processes[number].join()
+        code = self._processes[number].exitcode
+        if code is not None and code < 0:
+            return number, f"was ended by signal {signal.Signals(-code).name}"
+        error = self.executor.comm_buf.notifier.first_error(since=time.monotonic() - END_S)
+        return (number, f"ended with code {code}") if error is None else (error[0], f"failed: {error[1]}")
 
     def _name(self, number: int) -> str:
         return f"{number} (process {self._processes[number].pid})"
@@ -363,9 +404,3 @@ def failure_of(executor: Any) -> str:
     """Return which worker's death has stopped an engine; empty if none has."""
     watch = getattr(executor, "sage_watch", None)
     return "" if watch is None else watch.failure
-
-
-def _ending(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"was ended by signal {signal.Signals(-code).name}"
-    return f"ended with code {code}"
