@@ -1,11 +1,14 @@
-"""Engines behind a gateway, and now and then their manager, that are killed at random moments under load.
+"""Engines behind a gateway, nodes that they run on, and their manager, which are killed at random moments under load.
 
-    python -m benchmarks.engine_kills [--kills 500] [--seed 0] [--out FILE]
+    python -m benchmarks.engine_kills [--kills 500] [--nodes 0] [--seed 0] [--out FILE]
 
 `sagellm up` runs a manager with engines on the demo model, and clients ask it without pause, half of them for streams. At a
-random moment one or two engines get SIGKILL, or, once in ten kills, the manager. While the manager lives, each answer must be
-the one of an engine without kills; a stream that has begun may end with an error, after a beginning of that answer. Clients
-pause for the death of a manager. Its engines must end with it, and the next one must serve. At the end no process may be left.
+random moment ready engines get SIGKILL, all but one at most; others may be starting. Once in ten kills it is the manager. With
+`--nodes` the engines run on so many nodes of a Ray cluster, and once in five kills a node is lost, with all of its processes.
+
+While the manager lives, each answer must be the one of an engine without kills; a stream that has begun may end with an error,
+after a beginning of that answer. Clients pause for the death of a manager. Its engines must end with it, and the next one must
+serve. At the end no process may be left.
 """
 
 import contextlib
@@ -27,70 +30,156 @@ import psutil
 
 from benchmarks.contestants import summary
 from benchmarks.output import Output, spread, table, with_output
-from benchmarks.processes import ServerProcess, manager_process, wait_until
+from benchmarks.processes import manager_process, wait_until
+from benchmarks.ray_nodes import nodes
 from sagellm.demo_model import ensure_demo_model
 
 ENGINES, CLIENTS, TOKENS = 3, 3, 24
 PROMPTS = [f"def function_{number}(" for number in range(6)]
-CALM_S = 1.5  # at most, from a whole fleet to the next kill
-READY_S = 180.0
+CALM_S = 1.5  # at most, from the time that two engines are ready to the next kill
+READY_S, END_S = 180.0, 20.0
+HEAD = "127.0.0.2"  # node of a cluster that is not killed
 
 
 @click.command()
-@click.option("--kills", default=500, show_default=True, help="Processes to kill.")
-@click.option("--seed", default=0, show_default=True, help="Seed of moments and processes.")
+@click.option("--kills", default=500, show_default=True, help="Engines, nodes and managers to kill.")
+@click.option("--nodes", "num_nodes", default=0, show_default=True, help="Nodes of a Ray cluster; 0: engines are processes.")
+@click.option("--seed", default=0, show_default=True, help="Seed of moments and victims.")
 @with_output
-def main(kills: int, seed: int, output: Output) -> None:
-    """Kill engines and managers, print what came of it, and write the result."""
-    result = sweep(kills, seed, output)
+def main(kills: int, num_nodes: int, seed: int, output: Output) -> None:
+    """Kill engines, nodes and managers, print what came of it, and write the result."""
+    result = sweep(kills, seed, output, num_nodes=num_nodes)
     output.say(table(("", "seen"), [(name, result[name]) for name in COUNTS]))
     if result["back_s"]:
-        output.say(f"seconds from a kill to a whole fleet {spread(result['back_s'])}")
+        output.say(f"seconds from a kill to the engine's return {spread(result['back_s'])}")
     output.finish(result)
     if any(result[name] for name in FAULTS):
         raise click.ClickException("something was lost or wrong, or stayed behind.")
 
 
 FAULTS = ("wrong", "lost", "left_processes")
-COUNTS = ("kills", "managers", "answers", "broken_streams", *FAULTS)
+COUNTS = ("kills", "managers", "nodes", "answers", "broken_streams", *FAULTS)
 
 
-def sweep(kills: int, seed: int, output: Output | None = None, manager_every: int = 10) -> dict[str, Any]:
+def sweep(
+    kills: int, seed: int, output: Output | None = None, manager_every: int = 10, num_nodes: int = 0, node_every: int = 5
+) -> dict[str, Any]:
     """Kill so many processes, every `manager_every`-th time the manager, and return counts."""
     chance = random.Random(seed)
     counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
-    back_s: list[float] = []
-    with tempfile.TemporaryDirectory(prefix="kills-") as place, contextlib.closing(managed(Path(place))) as manager:
-        whole(manager)
-        clients = Clients(manager.url, counts)
+    about = {"seed": seed, "engines": ENGINES, "clients": CLIENTS, "cluster_nodes": num_nodes}
+    next_manager, next_node = manager_every, node_every if num_nodes else kills + 1
+    with contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(nodes(1 + num_nodes)) if num_nodes else None
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kills-")))
+        fleet = stack.enter_context(contextlib.closing(Fleet(place, None if cluster is None else cluster.address)))
+        clients = Clients(fleet.manager.url, counts)
         with clients.asking():
-            next_manager = manager_every
             while counts["kills"] < kills:
+                ready = fleet.ready(2)
                 time.sleep(chance.uniform(0.0, CALM_S))
-                begun = time.monotonic()
+                placed = [one for one in ready if one["node"] not in (None, HEAD)]
                 if counts["kills"] + 1 >= next_manager:
                     next_manager += manager_every
                     clients.pause()
-                    counts["left_processes"] += kill_manager(manager)
-                    manager.start()
-                    whole(manager)
+                    counts["left_processes"] += fleet.restart()
                     clients.go_on()
                     counts["managers"] += 1
                     counts["kills"] += 1
+                elif cluster is not None and placed and counts["kills"] + 1 >= next_node:
+                    next_node += node_every
+                    victim = chance.choice(placed)
+                    fleet.note_killed([victim])
+                    cluster.kill(int(victim["node"].rpartition(".")[2]) - 3)
+                    cluster.add()
+                    counts["nodes"] += 1
+                    counts["kills"] += 1
                 else:
-                    victims = chance.sample(engines_of(manager.url), chance.randint(1, ENGINES - 1))
+                    victims = chance.sample(ready, chance.randint(1, len(ready) - 1))
+                    fleet.note_killed(victims)
                     for victim in victims:
                         os.kill(victim["pid"], signal.SIGKILL)
-                    whole(manager, victims)
                     counts["kills"] += len(victims)
-                back_s.append(time.monotonic() - begun)
-                result = {**counts, "seed": seed, "engines": ENGINES, "clients": CLIENTS, "back_s": summary(back_s)}
                 if output is not None:
-                    output.save(result)
-        family = manager.family()
-        manager.close()
-        counts["left_processes"] += sum(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in family)
-    return result | counts
+                    output.save({**counts, **about} | fleet.report())
+        fleet.ready(ENGINES)
+        counts["left_processes"] += fleet.end()
+    return {**counts, **about} | fleet.report()
+
+
+class Fleet:
+    """A manager with its engines, on a Ray cluster if it has an address."""
+
+    def __init__(self, folder: Path, ray_address: str | None) -> None:
+        engine = {"kind": "sagellm", "model": str(ensure_demo_model()), "model_name": "demo", "device": "cpu", "threads": 1,
+                  "kv_blocks": 128, "dtype": "float32"}  # fmt: skip
+        settings: dict[str, Any] = {"check_interval_s": 0.2, "router": "round-robin"}
+        if ray_address is not None:
+            settings["ray_address"] = ray_address
+            engine["resources"] = {"CPU": 1}
+        self._back_s: list[float] = []  # seconds from each kill of an engine to its return
+        self._killed: dict[str, tuple[int, float]] = {}
+        self._seen: dict[int, psutil.Process] = {}
+        self.manager = manager_process(folder, {f"e{number}": engine for number in range(ENGINES)}, **settings)
+        self.ready(ENGINES)
+
+    def ready(self, least: int) -> list[dict[str, Any]]:
+        """Wait until so many engines are ready, and return their states."""
+        return wait_until(f"{least} engines", lambda: self._ready(least), READY_S)
+
+    def note_killed(self, engines: Sequence[dict[str, Any]]) -> None:
+        self._killed |= {one["name"]: (one["pid"], time.monotonic()) for one in engines}
+
+    def restart(self) -> int:
+        """Kill the manager and start another one. Return how many processes did not end with the first."""
+        family = self._processes()
+        self.manager.process.kill()
+        self.manager.process.wait()
+        num_left = _left(family)
+        self._killed.clear()
+        self.manager.start()
+        self.ready(ENGINES)
+        return num_left
+
+    def end(self) -> int:
+        """End the manager in order. Return how many processes did not end with it."""
+        family = self._processes()
+        self.close()
+        return _left(family)
+
+    def close(self) -> None:
+        self.manager.close()
+
+    def report(self) -> dict[str, Any]:
+        return {"back_s": summary(self._back_s) if self._back_s else None}
+
+    def _ready(self, least: int) -> list[dict[str, Any]]:
+        self.manager.check()
+        if "\n" not in self.manager.stdout:
+            return []
+        found = httpx.get(f"{self.manager.url}/control/engines", timeout=30).json()["engines"]
+        ready = [one for one in found if one["state"] == "ready" and one["pid"] != self._killed.get(one["name"], (0,))[0]]
+        for one in ready:
+            if one["name"] in self._killed:
+                self._back_s.append(time.monotonic() - self._killed.pop(one["name"])[1])
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._seen.setdefault(one["pid"], psutil.Process(one["pid"]))
+        return ready if len(ready) >= least else []
+
+    def _processes(self) -> list[psutil.Process]:
+        """Processes of the engines, wherever they run, and those below the manager."""
+        top = self.manager.process.pid
+        family = [each for each in self.manager.family() if each.pid != top]
+        return [*{each.pid: each for each in (*self._seen.values(), *family) if each.is_running()}.values()]
+
+
+def _left(processes: list[psutil.Process]) -> int:
+    """Wait for the end of processes, and return how many go on."""
+    num_left = 0
+    for each in psutil.wait_procs(processes, timeout=END_S)[1]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            num_left += each.status() != psutil.STATUS_ZOMBIE  # its parent has been killed, too
+    return num_left
 
 
 class Clients:
@@ -157,42 +246,6 @@ class Clients:
                         return got, str(event["error"])
                     got += "".join(choice["text"] for choice in event["choices"])
         return got, ""
-
-
-def managed(folder: Path) -> ServerProcess:
-    """`sagellm up` with engines on the demo model."""
-    engine = {"kind": "sagellm", "model": str(ensure_demo_model()), "model_name": "demo", "device": "cpu", "threads": 1,
-              "kv_blocks": 128, "dtype": "float32"}  # fmt: skip
-    engines = {f"e{number}": engine for number in range(ENGINES)}
-    return manager_process(folder, engines, check_interval_s=0.2, router="round-robin")
-
-
-def engines_of(url: str) -> list[dict[str, Any]]:
-    return httpx.get(f"{url}/control/engines", timeout=30).json()["engines"]
-
-
-def whole(manager: ServerProcess, killed: Sequence[dict[str, Any]] = ()) -> None:
-    """Wait until all engines serve, those that were killed as new processes."""
-
-    def is_whole() -> bool:
-        manager.check()
-        if "\n" not in manager.stdout:
-            return False
-        manager.family()
-        found = {one["name"]: one for one in engines_of(manager.url)}
-        if any(found[one["name"]]["pid"] == one["pid"] for one in killed):
-            return False
-        return len(found) == ENGINES and all(one["state"] == "ready" for one in found.values())
-
-    wait_until("a whole fleet", is_whole, READY_S)
-
-
-def kill_manager(manager: ServerProcess) -> int:
-    """Return how many processes below it did not end with it."""
-    family = [each for each in manager.family() if each.pid != manager.process.pid]
-    manager.process.kill()
-    manager.process.wait()
-    return len(psutil.wait_procs(family, timeout=20)[1])
 
 
 if __name__ == "__main__":

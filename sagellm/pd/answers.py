@@ -87,8 +87,9 @@ class ProxiedResponse(Response):
         is the client's."""
 
         async def noting(message: dict) -> None:
-            if message["type"] == "http.response.body" and not message.get("more_body", False):
-                self._is_answered = True
+            if message["type"] == "http.response.body":
+                # A client may leave at this mark, before the end of the connection.
+                self._is_answered |= not message.get("more_body", False) or DONE in message.get("body", b"")[-32:]
             try:
                 await send(message)
             except OSError as error:

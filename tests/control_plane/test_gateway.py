@@ -157,6 +157,19 @@ def test_a_client_that_leaves_ends_its_request_at_the_engine(start_manager):
         assert manager.engines()[0]["running"] == 0
 
 
+def test_a_client_that_leaves_at_the_end_of_a_stream_was_served(start_manager):
+    """Clients close the connection when they read the mark of the end."""
+    manager = start_manager()
+    with Endpoint() as engine:
+        manager.register_engine("a", "openai", url=engine.url)
+        engine.trouble["linger"] = 0.3
+        body = {"model": "m", "prompt": "p", "stream": True}
+        with httpx.stream("POST", manager.url + PATH, json=body, timeout=20) as answer:
+            assert next(line for line in answer.iter_lines() if "[DONE]" in line)
+        wait_for_outcome(manager, "a", "served")
+        assert engine.num_left == 0
+
+
 def test_keys_and_their_limits(start_manager):
     manager = start_manager(api_key=["open", {"key": "narrow", "max_running": 1}])
     with Endpoint() as engine:

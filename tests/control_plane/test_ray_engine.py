@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from openai import OpenAI
 
 from benchmarks.processes import wait_until
+from benchmarks.ray_nodes import nodes
 from sagellm.cli.main import main
 from sagellm.comm_backend import config
 from sagellm.control_plane import ray_engine
@@ -28,7 +29,6 @@ from sagellm.core.errors import ConfigError, EngineError
 from tests.control_plane.test_cli import Up
 from tests.control_plane.test_gateway import metric
 from tests.control_plane.test_real_engines import NUM_PROMPTS, PROMPTS, complete, is_right
-from tests.ray_cluster import nodes
 
 HEAD = "127.0.0.2"
 

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from tests.ray_cluster import nodes
+from benchmarks.ray_nodes import nodes
 from tests.serve.harness import wait_until
 
 

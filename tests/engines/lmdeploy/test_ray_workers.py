@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from benchmarks.ray_nodes import nodes
 from sagellm.comm_backend import config
 from sagellm.core.config import SageConfig
 from sagellm.core.errors import ConfigError, EngineError
@@ -13,7 +14,6 @@ from sagellm.demo_model import ensure_demo_model
 from sagellm.engines.base import SamplingParams
 from sagellm.engines.lmdeploy import ray_workers
 from sagellm.engines.lmdeploy.engine import LMDeployEngine
-from tests.ray_cluster import nodes
 
 # Of LMDeploy's and Ray's own code.
 pytestmark = [
