@@ -19,6 +19,7 @@ import contextlib
 import json
 import operator
 import os
+import shlex
 import sys
 import tempfile
 import time
@@ -48,6 +49,7 @@ READY_S = 600.0
               help="Engine behind the gateway.")  # fmt: skip
 @click.option("--model", default="smollm2", show_default=True, help="Model of a real engine.")
 @click.option("--executable", help="vLLM's command, or the Python interpreter that has it.")
+@click.option("--vllm-flags", default="", help="Further flags of vLLM's server, such as '--dtype float32'.")
 @click.option("--place", type=click.Choice(["process", "manager"]), default="process", show_default=True,
               help="Process of the engine sagellm.")  # fmt: skip
 @click.option("--requests", "num_requests", type=click.IntRange(10), default=2000, show_default=True, help="Requests each way.")
@@ -58,8 +60,8 @@ READY_S = 600.0
 @click.option("--router", default="least-load", show_default=True, help="Router of the gateway.")
 @with_output
 def main(
-    engine: str, model: str, executable: str | None, place: str, num_requests: int, concurrency: int, tokens: int,
-    pace_ms: float, turns: int, router: str, output: Output,
+    engine: str, model: str, executable: str | None, vllm_flags: str, place: str, num_requests: int, concurrency: int,
+    tokens: int, pace_ms: float, turns: int, router: str, output: Output,
 ) -> None:  # fmt: skip
     """Measure, print, and write the result."""
     if place == "manager" and engine != "sagellm":
@@ -76,7 +78,7 @@ def main(
             spec: dict[str, Any] = {"kind": "openai", "url": endpoint.url}
         else:
             spec = {"kind": engine, "model": str(model_folder(model)), "model_name": MODEL}
-            spec |= {"executable": executable} if engine == "vllm" else {}
+            spec |= {"executable": executable, "flags": shlex.split(vllm_flags)} if engine == "vllm" else {}
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB; by itself vLLM takes nearly all memory
         manager = _manager(stack, spec | {"place": place}, router)
         other = _manager(stack, spec, router).url if place == "manager" else _engine_url(manager.url)
@@ -107,8 +109,8 @@ def main(
     rate = paired_ratio(rates[second], rates[first])
     output.say(f"tokens/s, {second} over {first}: {spread(rate)}; greedy answers that are the same: {same}")
     options = {
-        "engine": engine, "place": place, "model": model, "requests": num_requests, "concurrency": concurrency,
-        "tokens": tokens, "pace_ms": pace_ms, "turns": turns, "router": router,
+        "engine": engine, "vllm_flags": vllm_flags, "place": place, "model": model, "requests": num_requests,
+        "concurrency": concurrency, "tokens": tokens, "pace_ms": pace_ms, "turns": turns, "router": router,
     }  # fmt: skip
     result = {"options": options, "figures": figures, "cost": cost, "tokens_s": rates, "tokens_s_ratio": rate}
     output.finish(result | {"same_answers": same})

@@ -7,7 +7,9 @@ import io
 import itertools
 import json
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -80,6 +82,19 @@ def result_stream(as_json: bool) -> Iterator[TextIO]:
             os.dup2(own.fileno(), number)
 
 
+@contextlib.contextmanager
+def ends_in_order() -> Iterator[None]:
+    """SIGTERM ends a command as Ctrl-C does, so that the servers that it has started end with it."""
+    if threading.current_thread() is not threading.main_thread():  # others may set no handler
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def with_output(main: Callable[..., Any]) -> Callable[..., Any]:
     """Add --out and --json to a command, which gets them as `output`."""
 
@@ -90,7 +105,7 @@ def with_output(main: Callable[..., Any]) -> Callable[..., Any]:
     @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
     @functools.wraps(main)
     def command(*args: Any, out: Path | None, as_json: bool, **options: Any) -> Any:
-        with result_stream(as_json) as stream:
+        with ends_in_order(), result_stream(as_json) as stream:
             return main(*args, output=Output(out, as_json, stream), **options)
 
     return command

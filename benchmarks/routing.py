@@ -202,6 +202,11 @@ def main(
     output: Output, source: str, engines: int, capacity: int, prefill: float, itl_ms: float, speedup: float, many: int,
     decisions: int,
 ) -> None:  # fmt: skip
+    times = {}  # before the garbage collector has a trace to look through
+    for name, size in itertools.product(NAMES, (2048, 32768)):
+        for tells in (False, True) if name == "prefix" else (False,):
+            median, p99 = np.percentile(decision_us(name, many, size, decisions, tells), [50, 99]).tolist()
+            times[f"{name}, {size} bytes{TELL if tells else ''}"] = {"median_us": median, "p99_us": p99}
     trace = read_trace(Path(source)) if Path(source).exists() else generate(source)
     speeds = Speeds(prefill, itl_ms / 1000)
     known = {"prefix": {"capacity": max(1, capacity * trace.block_size * 4 // BLOCK)}}
@@ -219,11 +224,6 @@ def main(
     names = ("hit_rate", "of_round_robin", "ttft_p50_s", "ttft_p95_s")
     rows = [(router, *(f"{row[name]:.3f}" for name in names)) for router, row in figures.items()]
     output.say(table(["router", "hit rate", "of round robin", "TTFT p50 (s)", "TTFT p95 (s)"], rows))
-    times = {}
-    for name, size in itertools.product(NAMES, (2048, 32768)):
-        for tells in (False, True) if name == "prefix" else (False,):
-            median, p99 = np.percentile(decision_us(name, many, size, decisions, tells), [50, 99]).tolist()
-            times[f"{name}, {size} bytes{TELL if tells else ''}"] = {"median_us": median, "p99_us": p99}
     output.say(table(
         [f"a decision among {many} engines", "median", "p99"],
         [(name, f"{row['median_us']:.0f} us", f"{row['p99_us']:.0f} us") for name, row in times.items()],

@@ -38,7 +38,8 @@ class Endpoint:
     """Serves `model` at `url` inside a `with`. `trouble` is what happens to the next requests of answers:
 
     status: (code, body, media type); cut: the connection ends after so many tokens; error: an error event after so many;
-    hang: nothing comes, /health included; linger: the end comes so many seconds after the mark of it. `gates`: each token waits for one `gate()`. `seen`: bodies and headers.
+    hang: nothing comes, /health included; linger: the end comes so many seconds after the mark of it. `gates`: each token
+    waits for one `gate()`. `seen`: bodies and headers.
     """
 
     def __init__(self, model="m", routes=("/v1/completions", "/v1/chat/completions"), encode=None, models=None):
