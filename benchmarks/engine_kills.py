@@ -37,7 +37,7 @@ from sagellm.demo_model import ensure_demo_model
 ENGINES, CLIENTS, TOKENS = 3, 3, 24
 PROMPTS = [f"def function_{number}(" for number in range(6)]
 CALM_S = 1.5  # at most, from the time that two engines are ready to the next kill
-READY_S, END_S = 180.0, 20.0
+READY_S, END_S, POLL_S = 180.0, 20.0, 0.1
 HEAD = "127.0.0.2"  # node of a cluster that is not killed
 
 
@@ -118,6 +118,7 @@ class Fleet:
             settings["ray_address"] = ray_address
             engine["resources"] = {"CPU": 1}
         self._back_s: list[float] = []  # seconds from each kill of an engine to its return
+        self._http = httpx.Client(timeout=30)
         self._killed: dict[str, tuple[int, float]] = {}
         self._seen: dict[int, psutil.Process] = {}
         self.manager = manager_process(folder, {f"e{number}": engine for number in range(ENGINES)}, **settings)
@@ -125,7 +126,7 @@ class Fleet:
 
     def ready(self, least: int) -> list[dict[str, Any]]:
         """Wait until so many engines are ready, and return their states."""
-        return wait_until(f"{least} engines", lambda: self._ready(least), READY_S)
+        return wait_until(f"{least} engines", lambda: self._ready(least), READY_S, POLL_S)
 
     def note_killed(self, engines: Sequence[dict[str, Any]]) -> None:
         self._killed |= {one["name"]: (one["pid"], time.monotonic()) for one in engines}
@@ -157,7 +158,7 @@ class Fleet:
         self.manager.check()
         if "\n" not in self.manager.stdout:
             return []
-        found = httpx.get(f"{self.manager.url}/control/engines", timeout=30).json()["engines"]
+        found = self._http.get(f"{self.manager.url}/control/engines").json()["engines"]
         ready = [one for one in found if one["state"] == "ready" and one["pid"] != self._killed.get(one["name"], (0,))[0]]
         for one in ready:
             if one["name"] in self._killed:
@@ -187,6 +188,7 @@ class Clients:
 
     def __init__(self, url: str, counts: Counter[str]) -> None:
         self._url, self._counts, self._lock = url, counts, threading.Lock()
+        self._http = httpx.Client(timeout=READY_S)  # a new one takes 30 ms of a processor
         self._runs, self._ends = threading.Event(), threading.Event()
         self._idle = [threading.Event() for _ in range(CLIENTS)]
         self._expected = {prompt: self._ask(prompt, False)[0] for prompt in PROMPTS}
@@ -235,7 +237,7 @@ class Clients:
         """Return the text that came, and the error that ended it."""
         body = {"model": "demo", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": stream}
         got = ""
-        with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=READY_S) as answer:
+        with self._http.stream("POST", f"{self._url}/v1/completions", json=body) as answer:
             if not stream or answer.status_code != 200:
                 found = json.loads(answer.read())
                 return ("", str(found["error"])) if "error" in found else (found["choices"][0]["text"], "")

@@ -3,6 +3,7 @@
 from sagellm.core.late_imports import late_imports
 
 _HOME = {
+    "BaseService": "base",
     "Candidates": "base",
     "ControlPlaneManager": "manager",
     "EngineKind": "base",
