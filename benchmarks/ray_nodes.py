@@ -68,7 +68,7 @@ def _settings(number: int, num_cpus: int) -> dict[str, Any]:
 
 @contextmanager
 def nodes(count: int, num_cpus: int = 1) -> Iterator[Nodes]:
-    """Run so many nodes. Ray is left at the end, whoever has joined it in this process."""
+    """Run so many nodes. This process leaves Ray at the end."""
     import ray
 
     started = Nodes(count, num_cpus)
