@@ -149,6 +149,7 @@ class Fleet:
         return _left(family)
 
     def close(self) -> None:
+        self._http.close()
         self.manager.close()
 
     def report(self) -> dict[str, Any]:
@@ -206,6 +207,7 @@ class Clients:
             self.go_on()
             for thread in threads:
                 thread.join()
+            self._http.close()
 
     def pause(self) -> None:
         """Let requests end: those of a manager that dies end with it."""
