@@ -31,14 +31,13 @@ import psutil
 from benchmarks.contestants import summary
 from benchmarks.output import Output, spread, table, with_output
 from benchmarks.processes import manager_process, wait_until
-from benchmarks.ray_nodes import nodes
+from benchmarks.ray_nodes import HEAD, nodes, number_of
 from sagellm.demo_model import ensure_demo_model
 
 ENGINES, CLIENTS, TOKENS = 3, 3, 24
 PROMPTS = [f"def function_{number}(" for number in range(6)]
 CALM_S = 1.5  # at most, from the time that two engines are ready to the next kill
 READY_S, END_S, POLL_S = 180.0, 20.0, 0.1
-HEAD = "127.0.0.2"  # node of a cluster that is not killed
 
 
 @click.command()
@@ -73,6 +72,7 @@ def sweep(
         cluster = stack.enter_context(nodes(1 + num_nodes)) if num_nodes else None
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kills-")))
         fleet = stack.enter_context(contextlib.closing(Fleet(place, None if cluster is None else cluster.address)))
+        fleet.ready(ENGINES)
         clients = Clients(fleet.manager.url, counts)
         with clients.asking():
             while counts["kills"] < kills:
@@ -90,7 +90,7 @@ def sweep(
                     next_node += node_every
                     victim = chance.choice(placed)
                     fleet.note_killed([victim])
-                    cluster.kill(int(victim["node"].rpartition(".")[2]) - 3)
+                    cluster.kill(number_of(victim["node"]))
                     cluster.add()
                     counts["nodes"] += 1
                     counts["kills"] += 1
@@ -122,7 +122,6 @@ class Fleet:
         self._killed: dict[str, tuple[int, float]] = {}
         self._seen: dict[int, psutil.Process] = {}
         self.manager = manager_process(folder, {f"e{number}": engine for number in range(ENGINES)}, **settings)
-        self.ready(ENGINES)
 
     def ready(self, least: int) -> list[dict[str, Any]]:
         """Wait until so many engines are ready, and return their states."""

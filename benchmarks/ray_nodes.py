@@ -7,6 +7,12 @@ from typing import Any
 import psutil
 
 RESOURCE = "sagellm"
+HEAD = "127.0.0.2"  # address of the first node, which is neither killed nor frozen
+
+
+def number_of(address: str) -> int:
+    """Return the number of an added node, from 0, by its address."""
+    return int(address.rpartition(".")[2]) - 3
 
 
 class Nodes:

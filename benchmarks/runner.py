@@ -10,7 +10,6 @@ server that dies leave a valid partial result. Exit codes: 0 complete, 1 partial
 import contextlib
 import json
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -34,7 +33,7 @@ from benchmarks.metrics.classes import definitions_with
 from benchmarks.metrics.comm import operation_definitions
 from benchmarks.metrics.flops import peak_flops
 from benchmarks.metrics.guesses import place_definitions
-from benchmarks.output import result_stream
+from benchmarks.output import ends_in_order, result_stream
 from benchmarks.report.markdown import markdown
 from benchmarks.result import Definition, Result, Run
 from benchmarks.scenarios import component, component_names
@@ -319,8 +318,7 @@ def main(
     as_json: bool,
 ) -> None:  # fmt: skip
     """Run a benchmark."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job that is called off keeps what it has, too
-    with result_stream(as_json) as stream:
+    with ends_in_order(), result_stream(as_json) as stream:  # a job that is called off keeps what it has, too
         result = _run(config, name, scenario, rounds, launches, out)
         click.echo(result.model_dump_json(by_alias=True) if as_json else (out / "report.md").read_text(), file=stream)
     sys.exit(0 if result.status == "complete" and any(run.status == "valid" for run in result.runs) else 1)

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from openai import OpenAI
 
 from benchmarks.processes import wait_until
-from benchmarks.ray_nodes import nodes
+from benchmarks.ray_nodes import HEAD, nodes, number_of
 from sagellm.cli.main import main
 from sagellm.comm_backend import config
 from sagellm.control_plane import ray_engine
@@ -29,8 +29,6 @@ from sagellm.core.errors import ConfigError, EngineError
 from tests.control_plane.test_cli import Up
 from tests.control_plane.test_gateway import metric
 from tests.control_plane.test_real_engines import NUM_PROMPTS, PROMPTS, complete, is_right
-
-HEAD = "127.0.0.2"
 
 
 @pytest.mark.parametrize(
@@ -115,7 +113,7 @@ def on_cluster(cluster, **settings):
 
 def place(engine):
     """The number of its node in `Nodes`."""
-    return int(engine["node"].rpartition(".")[2]) - 3
+    return number_of(engine["node"])
 
 
 def is_joined():
