@@ -50,18 +50,19 @@ COMPARED = ("share_in_time", "goodput_rps", "tokens_per_s", "ttft_p50_s", "tpot_
 @click.option("--threads", default=1, show_default=True, help="Threads of the engine: one device.")
 @click.option("--concurrency", type=Counts(1, 4096), default="1,4,12", show_default=True, help="Of the profile.")
 @click.option("--profile-tokens", type=Counts(1, 1 << 20), default="64,256,768", show_default=True, help="Its prompts.")
+@click.option("--profile-rounds", default=5, show_default=True, help="Measurements of each of its points.")
 @click.option("--ttft-ms", default=500.0, show_default=True, help="Target of the first token.")
 @click.option("--itl-ms", default=40.0, show_default=True, help="Target of each further token.")
 @click.option("--prompt-tokens", default=256, show_default=True, help="Prompt of a request.")
 @click.option("--output-tokens", default=32, show_default=True, help="Answer of a request.")
-@click.option("--scales", default="0.6,0.9,1.3", show_default=True, help="Loads, as parts of the largest one of the plan.")
+@click.option("--scales", default="0.6,1,1.3", show_default=True, help="Loads, as parts of the largest one of the plan.")
 @click.option("--seconds", default=20.0, show_default=True, help="Length of a load.")
 @click.option("--rounds", default=3, show_default=True, help="Runs of each load.")
 @with_output
 def main(output: Output, file: Path | None, **given: Any) -> None:
     """Measure, print a table, and write the result."""
     with tempfile.TemporaryDirectory() as folder:
-        grid = Grid(given["concurrency"], given["profile_tokens"])
+        grid = Grid(given["concurrency"], given["profile_tokens"], rounds=given["profile_rounds"])
         settings = {"device": "cpu", "threads": given["threads"]}
         profile = measure_profile(given["model"], file or Path(folder) / "profile.json", grid, settings)
     targets = Targets(given["ttft_ms"] / 1e3, given["itl_ms"] / 1e3)

@@ -239,6 +239,7 @@ class Candidates(Sequence[EngineView]):
     def __init__(self, engines: Mapping[str, Any], view: Callable[[Any], EngineView], queue: Callable[[Any], Queue]) -> None:
         self._engines, self._view, self._queue = engines, view, queue
         self.names = sorted(engines)
+        self._queues = {name: queue(engine) for name, engine in engines.items()}
         self._heap: list[Queue] = []  # has the queue of each engine, and some that were true before
         self._sort()
 
@@ -271,12 +272,13 @@ class Candidates(Sequence[EngineView]):
 
     def queue(self, name: str) -> Queue:
         """Return `EngineView.queue` of an engine, without its view."""
-        return self._queue(self._engines[name])
+        return self._queues[name]
 
     def note(self, name: str) -> None:
         """The queue of an engine has changed."""
-        if name in self._engines:
-            heapq.heappush(self._heap, self._queue(self._engines[name]))
+        if (engine := self._engines.get(name)) is not None:
+            self._queues[name] = queue = self._queue(engine)
+            heapq.heappush(self._heap, queue)
             if len(self._heap) > 4 * len(self._engines) + 64:
                 self._sort()
 
@@ -286,16 +288,17 @@ class Candidates(Sequence[EngineView]):
 
     def least_name(self) -> str:
         """Return the name of the engine with the least load. A view of it takes longer."""
-        while self._queue(self._engines[self._heap[0][-1]]) != self._heap[0]:
-            heapq.heappop(self._heap)
-        return self._heap[0][-1]
+        heap, queues = self._heap, self._queues
+        while queues[heap[0][-1]] is not heap[0]:
+            heapq.heappop(heap)
+        return heap[0][-1]
 
     def without(self, names: Collection[str]) -> "Candidates":
         left = {name: engine for name, engine in self._engines.items() if name not in names}
         return Candidates(left, self._view, self._queue)
 
     def _sort(self) -> None:
-        self._heap[:] = [self._queue(engine) for engine in self._engines.values()]
+        self._heap[:] = self._queues.values()
         heapq.heapify(self._heap)
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import NamedTuple
 from sagellm.comm_backend.control import new_key
 from sagellm.control_plane.base import CachedPrompt, Candidates
 from sagellm.control_plane.engine import ManagedEngine
-from sagellm.control_plane.holders import Holders, blocks_before, marks, marks_within
+from sagellm.control_plane.holders import Holders, blocks_before, marks, marks_within, num_held
 from sagellm.control_plane.probe import ROUTES
 from sagellm.core.errors import SageError
 from sagellm.pd.bodies import Body
@@ -214,23 +213,19 @@ class _Prompt(CachedPrompt):
         self.num_tokens = num_tokens
         self._prefixes, self._keys = prefixes, keys
         self._marks = {size: marks(each) for size, each in keys.items()}
-        self._found = "", 0  # the last answer of the table of cached prefixes: an engine and its blocks
+        self._found: dict[int, tuple[str, int]] = {}  # block size -> an engine with the most cached blocks, and these
         self._expected: dict[str, tuple[FollowedIndex, list[int]]] = {}
 
     def tokens_on(self, engine: str) -> int | None:
         index = self._prefixes.index(engine)
-        return None if index is None else self._num_cached(index) * index.block_size
-
-    def _num_cached(self, index: FollowedIndex) -> int:
-        """Return how many blocks of the prompt an engine has cached. It has none without those before it."""
-        return bisect_left(self._keys.get(index.block_size, ()), True, key=lambda each: each not in index)
+        return None if index is None else num_held(self._keys.get(index.block_size, ()), index) * index.block_size
 
     def longest(self, among: Candidates) -> tuple[int, str, bool]:
         best = 0, "", False
         for size, keys in self._keys.items():
             tables = self._prefixes.tables[size]
             num, engine = tables.cached.longest(keys, among)
-            self._found = engine, num
+            self._found[size] = engine, num
             if num * size > best[0]:
                 best = num * size, engine, True
             first = marks_within(num)  # shorter ones that were sent change nothing, and not all of them are noted
@@ -243,9 +238,10 @@ class _Prompt(CachedPrompt):
         """The request goes to the engine."""
         index = self._prefixes.index(engine)
         if index is not None and engine not in self._expected:
-            found, num = self._found
-            num = num if found == engine and len(self._keys) == 1 else self._num_cached(index)
-            own = self._marks.get(index.block_size, [])[marks_within(num) :]
+            size = index.block_size
+            found, most = self._found.get(size, ("", None))
+            num = most if found == engine else num_held(self._keys.get(size, ()), index, most)
+            own = self._marks.get(size, [])[marks_within(num) :]
             index.expect(own)
             self._expected[engine] = index, own
 

@@ -188,14 +188,15 @@ class Fleet(BaseService):
         if (cached := request.cached) is not None:
             candidates = candidates.seen_by(lambda engine: engine.view(cached.tokens_on(engine.name)))
         choice = self.router.choose(request, candidates)
-        self.metrics.router_faults.inc(self.router.num_faults - self._num_faults)
-        self._num_faults = self.router.num_faults
+        if self.router.num_faults != self._num_faults:
+            self.metrics.router_faults.inc(self.router.num_faults - self._num_faults)
+            self._num_faults = self.router.num_faults
         self.note_choice(request, choice, self.router.policy.name, len(candidates))
         return self.engines[choice.engine]
 
     def note_choice(self, request: RouteRequest, choice: RouteChoice, router: str, num: int, **more: Any) -> None:
         """Keep a choice among `num` engines. `more`: further fields of the decision."""
-        self.metrics.choices.labels(choice.engine, router, choice.reason).inc()
+        self.metrics.choice(choice.engine, router, choice.reason).inc()
         self.decisions.append({
             "t_s": round(time.time(), 3), "model": request.model, "path": request.path, "engine": choice.engine,
             "router": router, "reason": choice.reason, "detail": choice.detail, "attempt": request.attempt, "of": num, **more,

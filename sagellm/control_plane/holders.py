@@ -1,12 +1,12 @@
 """Which engines have which beginnings of prompts: one table for all, so that a look costs the same for thousands of engines."""
 
 import itertools
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Container, Iterable, Sequence
 
 from sagellm.control_plane.base import Candidates
 
-__all__ = ["PLACES", "Holders", "blocks_before", "marks", "marks_within"]
+__all__ = ["PLACES", "Holders", "blocks_before", "marks", "marks_within", "num_held"]
 
 MAX_COMPARED = 8  # engines with the same prefix whose loads are compared
 # A mark ends a number of blocks that is one of these: each up to 8, then four in each doubling.
@@ -27,6 +27,8 @@ class Holders:
         of = self._of
         for each in hashes:
             have = of.setdefault(each, engine)
+            if have is engine:
+                continue
             if type(have) is set:
                 have.add(engine)
             elif have != engine:
@@ -51,7 +53,7 @@ class Holders:
             hashes: of longer and longer prefixes of a prompt.
         """
         of, least = self._of, among.least_name()
-        for num in range(bisect_left(hashes, True, key=lambda each: each not in of), 0, -1):
+        for num in range(num_held(hashes, of), 0, -1):
             have = of.get(hashes[num - 1])  # a snapshot that is here in part may lack it
             holders = have if type(have) is set else (have,)
             if least in holders:
@@ -60,6 +62,22 @@ class Holders:
             if some:
                 return num, min(some, key=among.queue)
         return 0, ""
+
+
+def num_held(hashes: Sequence[int], held: Container[int], most: int | None = None) -> int:
+    """Return how many of the first hashes are held. None is held without those before it.
+
+    Args:
+        most: how many can be held; None: all.
+    """
+    low, high = 0, len(hashes) if most is None else most
+    while low < high:  # `bisect` with a function as its key takes twice as long
+        middle = (low + high) // 2
+        if hashes[middle] in held:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 def marks(hashes: list[int]) -> list[int]:

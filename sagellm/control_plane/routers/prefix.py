@@ -6,7 +6,6 @@ Here one table of prefix hashes serves all engines, so a choice among thousands 
 """
 
 import itertools
-from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from sagellm import _core
 from sagellm.control_plane.base import Candidates, EngineView, RouteChoice, Router, RouteRequest
-from sagellm.control_plane.holders import PLACES, Holders, blocks_before, marks
+from sagellm.control_plane.holders import PLACES, Holders, blocks_before, marks, num_held
 from sagellm.core.errors import PolicyError
 from sagellm.core.options import option_checks
 
@@ -82,7 +81,7 @@ class Prefix(Router):
         """Note a prompt, and forget the oldest blocks beyond the capacity."""
         sent, num = self._sent.setdefault(engine, OrderedDict()), self._num_blocks.get(engine, 0)
         # The end of a prompt comes first, so that it is forgotten before its beginning: then no mark is without those before.
-        known = bisect_left(hashes, True, key=lambda each: each not in sent)
+        known = num_held(hashes, sent)
         for place in range(len(hashes) - 1, known - 1, -1):
             sent[hashes[place]] = BLOCKS[place]
         for each in reversed(hashes[:known]):
