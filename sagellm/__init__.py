@@ -8,12 +8,15 @@ _HOME = {
     "AccelConfig": "accel.controller",
     "AccelController": "accel.controller",
     "ControlPlaneManager": "control_plane.manager",
+    "DraftModelStrategy": "accel.speculative.draft_model",
+    "DynamicLookaheadStrategy": "accel.speculative.dynamic",
     "EvictionPolicy": "kv_policy.base",
     "KINDS": "core.kinds",
     "KVTransferChannel": "comm_backend.kv_transfer.base",
     "CommBackendProtocol": "comm_backend.base",
     "LMDeployEngine": "engines.lmdeploy.engine",
     "MigrationPolicy": "kv_policy.base",
+    "NgramStrategy": "accel.speculative.ngram",
     "Plugin": "core.hooks",
     "PluginSpec": "core.config",
     "SageConfig": "core.config",
@@ -21,6 +24,7 @@ _HOME = {
     "SamplingParams": "engines.base",
     "SchedulingStrategy": "scheduler_ir.strategies.base",
     "SpeculativeStrategy": "accel.speculative.base",
+    "SuffixStrategy": "accel.speculative.suffix",
     "UnifiedInferenceClient": "control_plane.client",
 }
 

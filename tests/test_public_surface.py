@@ -128,3 +128,45 @@ def test_names_of_plug_ins_are_known(kind: str) -> None:
 def test_benchmarks_are_there(folder: str, key: str, suffix: str) -> None:
     there = {file.stem for file in (ROOT / "benchmarks" / folder).glob(f"*{suffix}")}
     assert not sorted(set(BEFORE[key]) - there - removed())
+
+
+NAMED = {  # by users, who look for them here
+    "sagellm": (
+        "ControlPlaneManager DraftModelStrategy DynamicLookaheadStrategy NgramStrategy SageConfig SpeculativeStrategy "
+        "UnifiedInferenceClient"
+    ),
+    "sagellm.accel": (
+        "AccelConfig AccelController BaseQuantizer BranchInfo CoTAccelController CoTStep DraftModel ParallelDecodeResult "
+        "ParallelPrefillResult QuantizationProfile SchedulePlan ScheduleResult SkeletonDecodeResult SkeletonParseResult "
+        "SkeletonPrefillResult SparsePolicy SpecSoT TaskData Verifier"
+    ),
+    "sagellm.comm_backend": (
+        "CommBackendProtocol CommConfig CommFusion KVTransferChannel OverlapWindow TopologyInfo TopologyManager TransferPlan"
+    ),
+    "sagellm.control_plane": "BaseService ControlPlaneManager EngineKind Router ScalingPolicy UnifiedInferenceClient",
+    "sagellm.core": "ConfigError Plugin RequestMetadata SageConfig SageError SagePorts",
+    "sagellm.engines": "BaseEngine CapabilityDescriptor EngineInfo KVCacheSchema QuantizationProfile",
+    "sagellm.kv_policy": (
+        "CostBenefitModel EvictionDecision EvictionPolicy LifetimePredictor MigrationDecision MigrationPolicy PolicyContext"
+    ),
+    "sagellm.kv_runtime": (
+        "AllocationResult BlockManager HierarchyManager KVBackendProtocol KVBlockInfo KVMigrator KVPool MigrationPlan "
+        "QuotaManager"
+    ),
+    "sagellm.prefix_reuse": "PrefixEntry PrefixHit PrefixMatcher PrefixReuseIndex PrefixReuseMetrics",
+    "sagellm.scheduler_ir": "ExecutionPlan ExecutorAPI IRBuilder IRGraph IRNode PDSeparator SchedulingStrategy",
+    "benchmarks.runner": "BenchmarkRunner",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("package", NAMED)
+def test_named_classes_are_imported_from_their_package(package: str) -> None:
+    module = importlib.import_module(package)
+    for name in NAMED[package].split():
+        assert isinstance(getattr(module, name), type), f"{package}.{name}"
+
+
+def test_every_exported_name_has_its_home() -> None:
+    for file in (ROOT / "sagellm").glob("*/__init__.py"):
+        module = importlib.import_module(f"sagellm.{file.parent.name}")
+        assert all(hasattr(module, name) for name in getattr(module, "__all__", ()))

@@ -4,7 +4,8 @@ from sagellm.core.late_imports import late_imports
 
 _HOME = {
     "CommBackendProtocol": "base", "ReduceOp": "base", "Work": "base", "CommConfig": "config", "CommFusion": "fusion",
-    "OverlapWindow": "overlap_window",
+    "KVTransferChannel": "kv_transfer.base", "OverlapWindow": "overlap_window", "TopologyInfo": "topology.base",
+    "TopologyManager": "topology.manager", "TransferPlan": "kv_transfer.plan",
 }  # fmt: skip
 
 __all__ = sorted(_HOME)
