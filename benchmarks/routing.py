@@ -20,6 +20,7 @@ from typing import Any
 import click
 import numpy as np
 
+from benchmarks.contestants import summary
 from benchmarks.output import Output, table, with_output
 from sagellm.comm_backend.group_info import EngineAddress
 from sagellm.comm_backend.group_messages import EngineFacts as GroupFacts
@@ -197,16 +198,21 @@ def decision_us(router: str, num_engines: int, prompt_bytes: int, num: int, tell
 @click.option("--speedup", default=1.0, show_default=True, help="Requests arrive so many times as fast.")
 @click.option("--many", default=1000, show_default=True, help="Engines of the timed decisions.")
 @click.option("--decisions", default=5000, show_default=True, help="Decisions that are timed.")
+@click.option("--rounds", default=5, show_default=True, help="Times that they are timed.")
 @with_output
 def main(
     output: Output, source: str, engines: int, capacity: int, prefill: float, itl_ms: float, speedup: float, many: int,
-    decisions: int,
+    decisions: int, rounds: int,
 ) -> None:  # fmt: skip
-    times = {}  # before the garbage collector has a trace to look through
-    for name, size in itertools.product(NAMES, (2048, 32768)):
+    times: dict[str, list[list[float]]] = {}  # before the garbage collector has a trace to look through
+    for _, name, size in itertools.product(range(rounds), NAMES, (2048, 32768)):
         for tells in (False, True) if name == "prefix" else (False,):
-            median, p99 = np.percentile(decision_us(name, many, size, decisions, tells), [50, 99]).tolist()
-            times[f"{name}, {size} bytes{TELL if tells else ''}"] = {"median_us": median, "p99_us": p99}
+            row = times.setdefault(f"{name}, {size} bytes{TELL if tells else ''}", [])
+            row.append(np.percentile(decision_us(name, many, size, decisions, tells), [50, 99]).tolist())
+    decided = {
+        name: dict(zip(("median_us", "p99_us"), map(summary, zip(*row, strict=True)), strict=True))
+        for name, row in times.items()
+    }
     trace = read_trace(Path(source)) if Path(source).exists() else generate(source)
     speeds = Speeds(prefill, itl_ms / 1000)
     known = {"prefix": {"capacity": max(1, capacity * trace.block_size * 4 // BLOCK)}}
@@ -225,15 +231,16 @@ def main(
     rows = [(router, *(f"{row[name]:.3f}" for name in names)) for router, row in figures.items()]
     output.say(table(["router", "hit rate", "of round robin", "TTFT p50 (s)", "TTFT p95 (s)"], rows))
     output.say(table(
-        [f"a decision among {many} engines", "median", "p99"],
-        [(name, f"{row['median_us']:.0f} us", f"{row['p99_us']:.0f} us") for name, row in times.items()],
+        [f"a decision among {many} engines", "median (us)", "p99 (us)"],
+        [(name, *(f"{one['median']:.0f} ({one['low']:.0f}-{one['high']:.0f})" for one in row.values()))
+         for name, row in decided.items()],
     ))  # fmt: skip
     options = {
         "trace": Path(trace.name).name, "sha256": trace.sha256, "requests": trace.num_requests, "block_size": trace.block_size,
         "engines": engines, "capacity": capacity, "prefill_tokens_s": prefill, "itl_ms": itl_ms, "speedup": speedup,
-        "many": many,
+        "many": many, "rounds": rounds,
     }  # fmt: skip
-    output.finish({"options": options, "figures": figures, "decisions": times})
+    output.finish({"options": options, "figures": figures, "decisions": decided})
 
 
 if __name__ == "__main__":

@@ -196,7 +196,7 @@ class Fleet(BaseService):
 
     def note_choice(self, request: RouteRequest, choice: RouteChoice, router: str, num: int, **more: Any) -> None:
         """Keep a choice among `num` engines. `more`: further fields of the decision."""
-        self.metrics.choice(choice.engine, router, choice.reason).inc()
+        self.metrics.choice[choice.engine, router, choice.reason].inc()
         self.decisions.append({
             "t_s": round(time.time(), 3), "model": request.model, "path": request.path, "engine": choice.engine,
             "router": router, "reason": choice.reason, "detail": choice.detail, "attempt": request.attempt, "of": num, **more,
