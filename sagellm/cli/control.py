@@ -184,7 +184,11 @@ def list_engines(ask: Any, as_json: bool) -> None:
     """List the engines of the manager."""
     rows = ask("GET", "/control/engines")["engines"]
     shown = rows if as_json else [_shown(row) for row in rows]
-    columns = ("name", "group", "role", "kind", "state", "models", "device", "load", "node", "url")
+    columns = ["name", "group", "role", "kind", "state", "models", "device", "load", "node", "url"]
+    if not any(row["group"] for row in rows):
+        columns.remove("role")
+    if not as_json:
+        columns = [name for name in columns if any(row[name] for row in shown) or name in ("name", "kind", "state")]
     show_rows(shown, {name: name for name in columns}, as_json)
 
 

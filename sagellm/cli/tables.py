@@ -8,9 +8,15 @@ import click
 
 __all__ = ["show_rows"]
 
+WIDEST = 10_000
+
 
 def show_rows(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], as_json: bool) -> None:
-    """Print a table, or JSON. `columns`: heading -> name in a row."""
+    """Print a table, or JSON. Lines are as long as they need to be, unless they go to a terminal.
+
+    Args:
+        columns: heading -> name in a row.
+    """
     if as_json:
         click.echo(json.dumps(rows, indent=1))
         return
@@ -23,7 +29,10 @@ def show_rows(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], as_
         table.add_column(heading, overflow="fold")
     for row in rows:
         table.add_row(*(escape(_cell(row[name])) for name in columns.values()))
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:  # a program, or a file, wants one line a row
+        console.width = WIDEST
+    console.print(table)
 
 
 def _cell(value: Any) -> str:

@@ -41,7 +41,7 @@ class UnifiedInferenceClient:
         self._manager = manager
         served = [one["id"] for one in ask(FoundManager(self.url), "GET", "/v1/models", api_key=self._key)["data"]]
         if model is None and len(served) != 1:
-            raise ConfigError(f"{self.url} serves {', '.join(served) or 'no model'}; give the name of one as model.")
+            raise ConfigError(f"{self.url} serves {', '.join(served) or 'no model'}; name one of them: model=NAME, or --model NAME.")
         if model is not None and model not in served:
             raise ConfigError(f"{self.url} serves {', '.join(served) or 'no model'}, not {model!r}.")
         self.model = model or served[0]

@@ -57,8 +57,11 @@ def test_a_manager_from_a_file_its_engines_and_its_end(start_up):
     assert "0 1 2 3 " in run("infer", "hello", "--max-tokens", "4").output
     started = run("engine", "start", "two", "--engine-kind", PACED, "--name", "b")
     assert started.exit_code == 0 and "b serves two" in started.output
+    heading, *rows = run("engine", "list").output.splitlines()
+    assert heading.split()[:5] == ["name", "kind", "state", "models", "load"] and len(rows) == 2  # one line an engine
+    assert [row.split()[0] for row in rows] == ["a", "b"]
     several = run("infer", "hello")
-    assert several.exit_code == 1 and "serves one, two; give the name of one" in several.output
+    assert several.exit_code == 1 and "serves one, two; name one of them: model=NAME, or --model NAME." in several.output
     assert json.loads(run("infer", "hello", "--model", "two", "--raw", "--max-tokens", "2", "--json").output) == {
         "model": "two", "text": "0 1 "
     }  # fmt: skip
