@@ -40,10 +40,11 @@ class UnifiedInferenceClient:
         self._key = api_key or os.environ.get(KEY_VARIABLE) or "none"
         self._manager = manager
         served = [one["id"] for one in ask(FoundManager(self.url), "GET", "/v1/models", api_key=self._key)["data"]]
+        known = ", ".join(served) or "no model"
         if model is None and len(served) != 1:
-            raise ConfigError(f"{self.url} serves {', '.join(served) or 'no model'}; name one of them: model=NAME, or --model NAME.")
+            raise ConfigError(f"{self.url} serves {known}; name one of them: model=NAME, or --model NAME.")
         if model is not None and model not in served:
-            raise ConfigError(f"{self.url} serves {', '.join(served) or 'no model'}, not {model!r}.")
+            raise ConfigError(f"{self.url} serves {known}, not {model!r}.")
         self.model = model or served[0]
 
     @classmethod
