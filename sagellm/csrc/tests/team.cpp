@@ -1,4 +1,5 @@
-// A caller may free what a work read once `Team::run` is back, also where a thread was slow and its chunk was computed again.
+// A caller may free what a work read once `Team::run` is back, also where a thread was slow and its chunk was computed again,
+// and where a thread begins with a step that is over.
 
 #include "sagellm/team.h"
 
@@ -78,9 +79,40 @@ void nothing_is_read_after_a_run() {
   EXPECT(kMost == 0s || team.repeated() > 0);
 }
 
+class Chunks : public sage::Work {
+ public:
+  Chunks(int count, std::size_t bytes) : count_(count), bytes_(bytes) {}
+  int num_stages() const override { return 1; }
+  int num_chunks(int) const override { return count_; }
+  std::size_t local_bytes() const override { return bytes_; }
+  void compute(int, int, char*) const override { is_late_ = is_late_ || is_over_; }
+  void commit(int, int, const char*) override { is_late_ = is_late_ || is_over_; }
+  void end() { is_over_ = true; }
+  bool is_late() const { return is_late_; }
+
+ private:
+  const int count_;
+  const std::size_t bytes_;
+  std::atomic<bool> is_over_{false};
+  mutable std::atomic<bool> is_late_{false};
+};
+
+// A thread wakes up when its step is over, while the caller makes room for a larger one.
+void a_thread_that_enters_late_computes_nothing() {
+  for (int i = 0; i < 20; ++i) {
+    sage::Team team(2);
+    const auto small = std::make_shared<Chunks>(1, 64);
+    team.run(small);
+    small->end();
+    team.run(std::make_shared<Chunks>(64, std::size_t{8} << 20));
+    EXPECT(!small->is_late());
+  }
+}
+
 }  // namespace
 
 int main() {
   nothing_is_read_after_a_run();
+  a_thread_that_enters_late_computes_nothing();
   std::puts("team: passed");
 }

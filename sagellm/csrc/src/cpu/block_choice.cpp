@@ -159,6 +159,7 @@ void BlockChoice::choose_most(int sequence, int choice, int keep, std::int64_t* 
     const float* weights = weights_.data() + size((sequence * num_rows() + head) * table_width_);
     for (int i = 0; i < blocks; ++i) worth_[size(i)] += weights[i];
   }
+  for (float& each : worth_) each = std::isnan(each) ? 0.F : each;  // NaN has no place in an order
   std::fill_n(worth_.begin(), std::min(blocks, sparse_->first), kEnd);
   const int last = std::min(blocks, std::max(1, sparse_->last));
   std::fill_n(worth_.end() - last, last, 2 * kEnd);

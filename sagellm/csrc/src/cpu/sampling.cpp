@@ -38,7 +38,7 @@ std::vector<Candidate> likeliest(const float* scores, int vocabulary, int count)
   float least = kNever;  // nothing below is among them
   for (int token = 0; token < vocabulary; ++token) {
     if (!(scores[token] > least) && found.size() >= limit) continue;
-    found.push_back({scores[token], token});
+    found.push_back({std::isnan(scores[token]) ? kNever : scores[token], token});  // NaN has no place in an order
     if (found.size() == full) {
       std::nth_element(found.begin(), found.begin() + (count - 1), found.end(), is_before);
       found.resize(limit);

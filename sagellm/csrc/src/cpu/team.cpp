@@ -58,10 +58,11 @@ Team::~Team() {
 void Team::run(const std::shared_ptr<Work>& work) {
   if (work->num_stages() >= (1 << kStageBits) - 1) throw std::invalid_argument("too many stages");
   const std::uint64_t step = step_.load(std::memory_order_relaxed) + 1;
-  wait_for_leavers(step - 1);  // of the step before the last, whose place in works_ this one takes
-  reserve(*work);
   {
+    // No worker enters a step meanwhile. One that woke up late would find the flags of its step, which is over, reset.
     std::lock_guard lock(mutex_);
+    wait_for_leavers(step - 1);  // of the step before the last, whose place in works_ this one takes
+    reserve(*work);
     works_[step & 1] = work;
     step_.store(step, std::memory_order_seq_cst);
   }

@@ -60,10 +60,12 @@ void TileChoice::choose(int number, const float* weights, std::int64_t* chosen) 
   const int most = std::clamp(budget - own, 0, before), least = std::clamp(sparse_->min_blocks - own, 0, most);
   std::vector<int> order(size(before));
   std::iota(order.begin(), order.end(), 0);
+  // NaN has no place in an order.
+  const auto worth = [&](int block) { return std::isnan(weights[block]) ? 0.F : weights[block]; };
   const auto is_end = [&](int block) { return block < sparse_->first || block >= before - sparse_->last; };
   std::sort(order.begin(), order.end(), [&](int a, int b) {
     if (is_end(a) != is_end(b)) return is_end(a);
-    return weights[a] != weights[b] ? weights[a] > weights[b] : a > b;
+    return worth(a) != worth(b) ? worth(a) > worth(b) : a > b;
   });
   const float total = std::accumulate(weights, weights + tile.blocks, 0.F);
   float sum = std::accumulate(weights + before, weights + tile.blocks, 0.F);

@@ -11,7 +11,7 @@ from sagellm.core.errors import ConfigError
 from sagellm.engines.base import SamplingParams
 from sagellm.engines.lmdeploy.cpu import compute
 from sagellm.engines.lmdeploy.cpu.compute import CACHE_NAME, INSTRUCTION_SETS, choose_isa
-from tests.engines.lmdeploy.cpu.test_compiled import ISAS
+from tests.engines.lmdeploy.cpu.plain_step import ISAS
 
 HAS_BF16 = "avx512_bf16" in ISAS
 

@@ -24,11 +24,6 @@ from sagellm.engines.lmdeploy.cpu.operators.sampling import CpuMultinomialSampli
 TEXT = {"num_attention_heads": 2, "hidden_size": 32}
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def test_rms_norm_with_and_without_a_residual():
     x, residual, weight = torch.randn(5, 32), torch.randn(5, 32), torch.randn(32)
     norm = CpuRMSNormImpl(32, 1e-5)

@@ -168,6 +168,15 @@ def test_rows_of_forbidden_tokens_and_of_no_numbers_give_a_token_of_the_vocabula
     assert all(0 <= token < 9 for token in sampling.sample(logits, inputs).tolist())
 
 
+def test_not_a_number_is_the_last_of_all():
+    logits = torch.randn(ROWS, VOCABULARY)
+    logits[:, ::3] = float("nan")
+    inputs = wanted(max_num_logprobs=40)
+    found = kernels_of(torch.float32, "").sample(logits.data_ptr(), sampling.wishes_of(inputs, ROWS, VOCABULARY))
+    best = logits.nan_to_num(float("-inf")).topk(40).indices
+    assert [ids[1:] for _, _, ids in found] == best.tolist()
+
+
 def test_wishes_that_do_not_fit():
     logits, base = torch.zeros(2, 9), {"rows": 2, "vocabulary": 9, "num_logprobs": -1}
     for wrong in ({"top_p": [1.0]}, {"seeds": [1, 2]}, {"forbidden": [1, 2]}):

@@ -1,24 +1,16 @@
 """Keys that sequences of a step have in common are read once: the same numbers as when each reads them."""
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sagellm import _core
 from sagellm.models.levels import FLOAT8, LEVELS4, LEVELS8
-from tests.engines.lmdeploy.cpu.test_compiled import BLOCK, DTYPES, TOLERANCE, Model, Step, a_third_of, isa, plain
-
-__all__ = ["isa"]
+from tests.engines.lmdeploy.cpu.plain_step import BLOCK, DTYPES, TOLERANCE, Model, Step, a_third_of, plain
 
 SHAPE = dict(heads=6, kv_heads=3, head_size=64, num_blocks=400)
 SPLIT = 256  # keys that a task reads
 FEW_ROWS = 15  # of queries; more are multiplied
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
 
 
 def shared(model: Model, form: str, common: int, lengths: list[tuple[int, int]], members: set[int]):

@@ -8,20 +8,13 @@ from hypothesis import strategies as st
 
 from sagellm import _core
 from sagellm.models.levels import LEVELS8
-from tests.engines.lmdeploy.cpu.test_compiled import BLOCK, DTYPES, TOLERANCE, Model, Step, each_isa, isa, plain
-
-__all__ = ["isa"]
+from tests.engines.lmdeploy.cpu.plain_step import BLOCK, DTYPES, TOLERANCE, Model, Step, each_isa, plain
 
 LENGTHS = [(150, 40), (33, 0), (70, 63), (1, 15), (64, 0)]
 SHAPE = dict(heads=6, kv_heads=3, head_size=16)
 SHARE = SHAPE["heads"] // SHAPE["kv_heads"]
 TILE = 96 // SHARE
 ESTIMATE = {"stride": 4, "share": 0.5, "threshold": 1.0, "min_blocks": 2, "first": 1, "last": 1, "whole_layers": 0}
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
 
 
 class Prompts:

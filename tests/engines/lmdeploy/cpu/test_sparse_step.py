@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sagellm import _core
 from sagellm.accel.sparsity.base import KEY_SUM_UNIT, top_blocks
 from sagellm.models.levels import LEVELS4, LEVELS8
-from tests.engines.lmdeploy.cpu.test_compiled import (
+from tests.engines.lmdeploy.cpu.plain_step import (
     BLOCK,
     DTYPES,
     NUM_BLOCKS,
@@ -20,20 +20,12 @@ from tests.engines.lmdeploy.cpu.test_compiled import (
     Step,
     a_third_of,
     each_isa,
-    isa,
     plain,
 )
-
-__all__ = ["isa"]
 
 LENGTHS = [(1, 0), (1, 15), (1, 16), (1, 90), (1, 300), (1, 269)]
 SHAPES = {"three heads": dict(heads=6, kv_heads=3, head_size=64), "odd": dict(heads=4, kv_heads=2, head_size=10, hidden=50)}
 SPARSE = {"weights": "", "by_head": False, "whole_layers": 0, "reach": 1.0, "first": 1, "last": 1, "choose": None}
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
 
 
 def num_blocks(length: tuple[int, int]) -> int:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sagellm import _core
 from sagellm.models.levels import LEVELS4
-from tests.engines.lmdeploy.cpu.test_compiled import (
+from tests.engines.lmdeploy.cpu.plain_step import (
     BLOCK,
     DTYPES,
     MODELS,
@@ -15,12 +15,8 @@ from tests.engines.lmdeploy.cpu.test_compiled import (
     Model,
     Step,
     a_third_of,
-    isa,
     plain,
-    seed,
 )
-
-__all__ = ["isa", "seed"]
 
 KINDS = ["llama", "qwen3", "windows", "gemma2", "one key head", "odd sizes", "mixtral"]
 
