@@ -70,13 +70,20 @@ class Endpoint:
 
     def down(self):
         self.trouble.pop("hang", None)
-        self._on_loop(self._runner.cleanup())
+        self._on_loop(self._stop())
 
     def gate(self):
         self._gates.release()
 
     def _on_loop(self, work):
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
+
+    async def _stop(self):
+        server = self._runner.server
+        transports = [each.transport for each in server.connections] if server is not None else []
+        await self._runner.cleanup()
+        for each in filter(None, transports):
+            each.abort()  # one with bytes that nobody reads would stay open
 
     async def _start(self):
         app = web.Application()
