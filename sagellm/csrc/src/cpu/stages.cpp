@@ -42,12 +42,13 @@ std::vector<Stage> plan_stages(const Planned& step, Routes* routes) {
   std::vector<Stage> stages;
   const int groups = divided(num_tokens, kTokens);
   const auto add = [&](StageKind kind, int layer, int chunks) { stages.push_back({kind, layer, chunks, {}}); };
+  // One row is rounded by each chunk for itself.
   const auto add_rounding = [&](StageKind product, int layer) {
+    if (num_tokens == 1 || !matrix_of(model, product, layer).in_8_bits) return;
     stages.push_back({StageKind::kRound, layer, groups, {}, product});
   };
   const auto add_product = [&](StageKind kind, int layer, const Cut& cut) {
-    // One row is rounded by each chunk for itself.
-    if (num_tokens > 1 && matrix_of(model, kind, layer).in_8_bits) add_rounding(kind, layer);
+    add_rounding(kind, layer);
     stages.push_back({kind, layer, cut.chunks(), cut});
   };
   const auto cut_of = [&](const Matrix& matrix, bool pairs) {
@@ -58,7 +59,7 @@ std::vector<Stage> plan_stages(const Planned& step, Routes* routes) {
     const Matrix& matrix = matrix_of(model, kind, layer);
     const int tiles = divided(model.shape.hidden, kTile);
     const int pieces = is_split && is_last ? std::min(step.exchanges[size(layer)].pieces, tiles) : 1;
-    if (num_tokens > 1 && matrix.in_8_bits) add_rounding(kind, layer);
+    add_rounding(kind, layer);
     for (int piece = 0; piece < pieces; ++piece) {
       Stage stage{kind, layer, 0, {}, kind, piece, pieces};
       stage.cut = cut_of(piece_of(model, matrix, stage).matrix, false);
