@@ -47,8 +47,8 @@ struct Stage {
   StageKind kind;
   int layer;
   int chunks;
-  Cut cut;             // of a product
-  StageKind product = kind;  // whose inputs kRound rounds to 8 bits
+  Cut cut;                    // of a product
+  StageKind product = kind;   // whose inputs kRound rounds to 8 bits
   int piece = 0, pieces = 1;  // of the outputs of a product
 };
 
