@@ -65,10 +65,17 @@ class NoOp(Plugin):
 
 
 class LastBackend(Plugin):
-    """Decides each sort of collective, as the engine would have done with a backend of its own."""
+    """Decides each sort of collective, as the engine would have done with a backend of its own.
+
+    Args:
+        pieces, fused: as in `CommDecision`.
+    """
+
+    def __init__(self, pieces: int = 1, fused: bool = True) -> None:
+        self.pieces, self.fused = pieces, fused
 
     def comm_decide(self, request: CommRequest) -> CommDecision:
-        return CommDecision(request.backends[-1])
+        return CommDecision(request.backends[-1], self.pieces, self.fused)
 
 
 class EngineOrder(NoOp):

@@ -259,7 +259,7 @@ class CommLog(Plugin):
 
 
 class CommDecides(Plugin):
-    """Lets the layers take turns between backends, in two pieces, and leaves what it was asked in a file."""
+    """Lets the layers take turns between backends, in two halves, and leaves what it was asked in a file."""
 
     def __init__(self, folder):
         self.folder = Path(folder)

@@ -62,12 +62,20 @@ class CommDecision(NamedTuple):
 
     Attributes:
         backend: one of the request's.
-        pieces: 1 or 2. With 2 the product before a sum of a native step is computed in two pieces, and the first one is added
-            up while the second one is computed.
+        pieces: 1 or 2. With 2 a native step computes half of its rows while the sums of the other half are under way. None:
+            `OverlapWindow` measures which is quicker.
+        fused: what experts and a shared expert have computed is one sum of a native step. False: it is two sums.
     """
 
     backend: str
-    pieces: int = 1
+    pieces: int | None = None
+    fused: bool = True
+
+    def fault(self, backends: tuple[str, ...]) -> str:
+        """Return what is wrong with it, if it is to be one of these backends; empty if nothing is."""
+        if self.backend in backends and self.pieces in (None, *range(1, MAX_PIECES + 1)) and self.fused in (True, False):
+            return ""
+        return f"give a CommDecision of {', '.join(backends)}, in 1 to {MAX_PIECES} pieces or None, fused or not"
 
 
 class CommRule(NamedTuple):
@@ -76,13 +84,14 @@ class CommRule(NamedTuple):
     Attributes:
         name: function of torch.distributed, such as all_reduce.
         num_bytes: size of a rank's tensor; sizes up to the same power of two are one sort.
-        backend, pieces: as in `CommDecision`.
+        backend, pieces, fused: as in `CommDecision`.
     """
 
     name: str
     num_bytes: int
     backend: str
-    pieces: int = 1
+    pieces: int | None = None
+    fused: bool = True
 
 
 def sort_bytes(num_bytes: int) -> int:
@@ -104,14 +113,14 @@ def read_rules(rows: Iterable[Any]) -> tuple[CommRule, ...]:
     rules: dict[tuple[str, int], CommRule] = {}
     for row in rows:
         try:
-            name, num_bytes, backend, pieces = CommRule(*row)
-            rule = CommRule(name, index(num_bytes), backend, index(pieces))
+            name, num_bytes, backend, pieces, fused = CommRule(*row)
+            rule = CommRule(name, index(num_bytes), backend, None if pieces is None else index(pieces), fused)
         except TypeError:
             raise ValueError(f"{row!r} is no CommRule") from None
         if not (isinstance(name, str) and isinstance(backend, str)) or rule.num_bytes < 0:
             raise ValueError(f"{rule}: name and backend are texts, num_bytes is 0 or more")
-        if rule.pieces not in range(1, MAX_PIECES + 1):
-            raise ValueError(f"{rule}: pieces are 1 to {MAX_PIECES}")
+        if fault := CommDecision(backend, rule.pieces, fused).fault((backend,)):
+            raise ValueError(f"{rule}: {fault}")
         sort = sort_of(rule)
         if sort in rules:
             raise ValueError(f"{rules[sort]} and {rule} are about one sort of collectives")

@@ -23,7 +23,7 @@ class NodeType(str, Enum):
     DECODE_STEP = "decode_step"  # requests: one further token of each, in one step
     VERIFY = "verify"  # requests, drafts: of each at most so many proposed tokens are checked in one step
     SAMPLE = "sample"  # requests: whose next token is drawn
-    COLLECTIVE = "collective"  # op, bytes, group; backend, pieces: how collectives of this sort are done from then on
+    COLLECTIVE = "collective"  # op, bytes, group; backend, pieces, fused: how collectives of this sort are done from then on
 
 
 Count = (int, 0)  # at least
@@ -47,7 +47,9 @@ FIELDS: Mapping[NodeType, Mapping[str, Any]] = MappingProxyType({
     NodeType.COLLECTIVE: {"op": str, "bytes": Count, "group": str},
 })  # fmt: skip
 # By type: optional names of `config`, with the type and the least value of each.
-OPTIONS: Mapping[NodeType, Mapping[str, Any]] = MappingProxyType({NodeType.COLLECTIVE: {"backend": str, "pieces": Positive}})
+OPTIONS: Mapping[NodeType, Mapping[str, Any]] = MappingProxyType({
+    NodeType.COLLECTIVE: {"backend": str, "pieces": Positive, "fused": bool}
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,9 @@ def _check(node_id: str, name: str, value: Any, kind: Any) -> None:
     if kind is str:
         if not (isinstance(value, str) and value):
             raise PlanError(f"node {node_id}: {name} is {value!r}; give a text that is not empty.")
+    elif kind is bool:
+        if not isinstance(value, bool):
+            raise PlanError(f"node {node_id}: {name} is {value!r}; give true or false.")
     elif isinstance(kind, list):
         if not isinstance(value, (list, tuple)) or not value:
             raise PlanError(f"node {node_id}: {name} is {value!r}; give a list that is not empty.")

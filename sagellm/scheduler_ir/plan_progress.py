@@ -489,7 +489,7 @@ class PlanProgress:
 def rule_of(node: IRNode) -> CommRule:
     """Return the wish of a collective's node."""
     config = node.config
-    return CommRule(config["op"], config["bytes"], config["backend"], config.get("pieces", 1))
+    return CommRule(config["op"], config["bytes"], config["backend"], config.get("pieces"), config.get("fused", True))
 
 
 def _done_by(run: NodeRun) -> str:
@@ -497,7 +497,7 @@ def _done_by(run: NodeRun) -> str:
     if not run.steps:
         return ""
     rule = rule_of(run.node)
-    pieces = f" in {rule.pieces} pieces" if rule.pieces > 1 else ""
+    pieces = f" in {rule.pieces} pieces" if (rule.pieces or 1) > 1 else ""
     return f"by {rule.backend}{pieces} from step {run.steps[0]} on"
 
 

@@ -230,7 +230,7 @@ def test_one_source_of_the_config(tmp_path: Path, run: Any, options: tuple[str, 
 
 def test_an_unknown_scenario_is_told_the_known_ones(tmp_path: Path, run: Any):
     known = (
-        "collective, comm_fusion, comm_overhead, comm_overlap, comm_share, comm_transfer, control_message, "
+        "collective, comm_fusion, comm_overhead, comm_share, comm_transfer, control_message, "
         "hook_call, kv_migration, kv_policy, kv_transfer, pd_answers, pd_faults, pd_interference, plan_build, "
         "prefix_eviction, prefix_index, prefix_readers, prefix_schedule, quantized, speculative_propose, "
         "victim_choice"

@@ -23,7 +23,6 @@ SMALL: dict[str, dict[str, Any]] = {
     "collective": {"rounds": 2, "operations": 4},
     "comm_fusion": {"kib": [], "tensors": 3},
     "comm_overhead": {"kib": [], "operations": 3},
-    "comm_overlap": {"tokens": 8, "hidden": 16, "layers": 1, "rounds": 2, "network_ms": 0.1},
     "comm_share": {"hidden": 64, "layers": 2, "batch": 2, "prompt_tokens": 8, "new_tokens": 4, "bursts": 1},
     "comm_transfer": {"mib": [], "rounds": 2, "pings": 20},
     "control_message": {"calls": 50, "at_once": 4},
@@ -69,10 +68,10 @@ def test_shipped_components():
     assert not {"base", "serve"} & set(component_names())
 
 
-# Groups of real engines, and ranks that load torch anew; `comm_overlap` shows without `-m slow` that ranks are started.
+# Groups of real engines, and ranks that load torch anew.
 SLOW = {
     "pd_answers", "pd_faults", "pd_interference",
-    "collective", "comm_fusion", "comm_overlap", "comm_overhead", "comm_share", "comm_transfer", "kv_transfer", "quantized",
+    "collective", "comm_fusion", "comm_overhead", "comm_share", "comm_transfer", "kv_transfer", "quantized",
 }  # fmt: skip
 
 

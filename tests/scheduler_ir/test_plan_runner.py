@@ -323,7 +323,9 @@ def test_of_two_nodes_about_one_sort_the_first_plan_has_its_way():
     assert states(runner, "q") == {"same": "waiting", "other": "running"}
     assert runner.cancel("p").nodes["c"].detail == "by shm from step 1 on; the plan was cancelled"
     fake.once()
-    assert sorted(fake.decisions[1].collectives) == [("all_reduce", 600, "group", 1), ("all_reduce", 4096, "group", 1)]
+    assert sorted(fake.decisions[1].collectives) == [
+        ("all_reduce", 600, "group", None, True), ("all_reduce", 4096, "group", None, True)
+    ]
     fake.run()
     assert set(states(runner, "q").values()) == {"done"} and rules(fake)[-1] == "g"
 

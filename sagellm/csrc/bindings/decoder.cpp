@@ -270,8 +270,8 @@ class BoundDecoder {
     }
     if (!exchanges.is_none()) {
       for (const py::handle each : exchanges) {
-        const auto pair = each.cast<py::tuple>();
-        step.exchanges.push_back({pair[0].cast<Exchange*>(), pair[1].cast<int>()});
+        const auto way = each.cast<py::tuple>();
+        step.exchanges.push_back({way[0].cast<Exchange*>(), way[1].cast<int>(), way[2].cast<bool>()});
       }
     }
     step.sharing = sharing_of(tensors["sharing"].cast<std::string>());
@@ -290,7 +290,7 @@ class BoundDecoder {
       const py::gil_scoped_release release;
       report = decoder_.run(team, is_repeated ? without_sums : cache_, step);
     }
-    return py::make_tuple(sampled_list(sampled), report.failure, report.prompt_blocks);
+    return py::make_tuple(sampled_list(sampled), report.failure, report.prompt_blocks, report.exchange_s);
   }
 
  private:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from sagellm import _core
+from sagellm.comm_backend.overlap_window import OverlapWindow
 from sagellm.comm_backend.shm import ShmBackend
 from sagellm.core.collectives import GROUP, CommDecision, CommOp, CommRule
 from sagellm.core.config import HookConfig
@@ -83,6 +84,11 @@ class CommObserver:
         """A step begins from which on collectives of these sorts are done so. All ranks come here between the same two."""
         self.num_changes += 1
         self._choice.follow(rules)
+
+    @property
+    def window(self) -> OverlapWindow:
+        """The decisions whether native steps are computed in halves."""
+        return self._choice.window
 
     def of_layers(self, num_bytes: int, num_layers: int, phase: str) -> list[CommDecision]:
         """Return how the sums of each layer of a native step are done."""

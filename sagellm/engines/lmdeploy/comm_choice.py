@@ -1,4 +1,4 @@
-"""Which backend does a collective of the workers, and in how many pieces: decided once for each sort of collective.
+"""Which backend does a collective of the workers, and how: decided once for each sort of collective.
 
 Rules of the scheduler come first: they arrive with a step, the same on all ranks. Then a plug-in's `comm_decide` is asked on
 rank 0, and its answer holds on all ranks. Otherwise `comm_backend` does what it can. With "auto" that is the quicker one of the
@@ -19,11 +19,12 @@ import torch
 
 from sagellm.comm_backend.base import CommBackendProtocol
 from sagellm.comm_backend.config import CommConfig
+from sagellm.comm_backend.overlap_window import OverlapWindow
 from sagellm.comm_backend.registry import make_backend
 from sagellm.comm_backend.shm import ShmBackend
 from sagellm.comm_backend.topology import Candidates, Seat, TopologyInfo, TopologyManager
 from sagellm.comm_backend.topology.placement import available_cores
-from sagellm.core.collectives import GROUP, MAX_PIECES, CommDecision, CommRequest, CommRule, sort_bytes, sort_of
+from sagellm.core.collectives import GROUP, CommDecision, CommRequest, CommRule, sort_bytes, sort_of
 from sagellm.core.errors import CommError
 from sagellm.core.host import PluginHost
 
@@ -155,6 +156,7 @@ class CommChoice:
         # seconds, by function of torch.distributed, backend, and bytes of a rank
         self.measured: dict[str, dict[str, dict[int, float]]] = {}
         self._quickest: dict[str, str] = {}
+        self.window = OverlapWindow(self._agree)
         if is_auto and self.backend is not None:
             self._measure()
 
@@ -168,7 +170,7 @@ class CommChoice:
         chosen = self._quickest or dict.fromkeys(ARGUMENTS, self._joined.candidates.backends[-1])
         return {
             "chosen": chosen, "candidates": self._joined.candidates.backends, "reason": self._joined.candidates.reason,
-            "topology_s": self._joined.topology_s, "measured": self.measured,
+            "topology_s": self._joined.topology_s, "measured": self.measured, "overlap": self.window.report(),
         }  # fmt: skip
 
     def backends(self, name: str, device: str = "cpu") -> tuple[str, ...]:
@@ -182,7 +184,8 @@ class CommChoice:
         """Return the decision about a collective of all ranks. All of them come here when they have one of a new sort."""
         size = sort_bytes(num_bytes)
         if self._rules and (rule := self._rules.get((name, size))) is not None:
-            return CommDecision(rule.backend if rule.backend in self.backends(name, device) else GROUP, rule.pieces)
+            backend = rule.backend if rule.backend in self.backends(name, device) else GROUP
+            return CommDecision(backend, rule.pieces, rule.fused)
         key = (name, size, dtype, layer, phase, device)
         found = self._known.get(key)
         if found is None:
@@ -220,14 +223,19 @@ class CommChoice:
                 continue
             try:
                 decision = CommDecision(*answer)
-                is_valid = decision.backend in request.backends and decision.pieces in range(1, MAX_PIECES + 1)
             except TypeError:
-                is_valid = False
-            if is_valid:
+                decision = CommDecision("")
+            fault = decision.fault(request.backends)
+            if not fault:
                 return decision
-            wanted = f"give a CommDecision of {', '.join(request.backends)}, in 1 to {MAX_PIECES} pieces."
-            self._host.guards[name].switch_off("comm_decide", "nonsense", f"comm_decide answered {answer!r}; {wanted}")
+            self._host.guards[name].switch_off("comm_decide", "nonsense", f"comm_decide answered {answer!r}; {fault}.")
         return None
+
+    def _agree(self, number: float) -> float:
+        """Return rank 0's number on all ranks."""
+        found = [number]
+        torch.distributed.broadcast_object_list(found, group=self._cpu_group)
+        return found[0]
 
     def _measure(self) -> None:
         """Time collectives of a few sizes by each backend. Rank 0's times hold for all."""

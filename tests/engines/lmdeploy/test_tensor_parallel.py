@@ -360,7 +360,7 @@ def test_the_quicker_backend_is_measured_and_taken(two_workers, reference, limit
 
 
 def test_a_plugin_decides_once_for_each_sort_of_collective(two_workers, reference, tmp_path):
-    """Two layers by two backends, each sum in two pieces."""
+    """Two layers by two backends, each in two halves."""
     engine = two_workers(PluginSpec(name="tests.plugins:CommDecides", options={"folder": str(tmp_path)}), kv_blocks=30)
     assert answers(engine, CROWD) == reference(CROWD, 40)
     assert engine.hooks.report()["faults"] == []
@@ -373,6 +373,17 @@ def test_a_plugin_decides_once_for_each_sort_of_collective(two_workers, referenc
     }
 
 
+def test_halves_are_tried_where_sums_take_long(two_workers, reference, limits, tmp_path):
+    limits(run_dir=tmp_path)
+    engine = two_workers(kv_blocks=64, comm_backend="shm", comm_options={"delay_us": 300}, decode_round=1)
+    for _ in range(2):
+        assert answers(engine, CROWD) == reference(CROWD, 40)
+    engine.close()
+    tried = [each for each in engine.hooks.report()["comm_choice"]["overlap"] if each["halves_over_whole"] is not None]
+    assert tried and all(each["share"] > 0.1 and each["pieces"] in (1, 2) for each in tried)
+    assert "decode" in [each["sort"][0] for each in tried]
+
+
 def test_a_decision_that_makes_no_sense_switches_the_plugin_off(two_workers, reference):
     engine = two_workers("tests.plugins:CommNonsense", kv_blocks=30)
     assert answers(engine, CROWD[:3]) == reference(CROWD[:3], 40)
@@ -381,13 +392,17 @@ def test_a_decision_that_makes_no_sense_switches_the_plugin_off(two_workers, ref
     assert fault[1:3] == ["comm_decide", "nonsense"]
 
 
+HALVES = PluginSpec(name="benchmarks.noop_plugin:LastBackend", options={"pieces": 2, "fused": False})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in ("Llama", "GptOss", "DeepseekV2")])
 def test_every_architecture_of_the_native_step_is_split(two_workers, start_engine, tmp_path, name):
     write_model(name, tmp_path)
     prompts = [[token % 60 for token in prompt] for prompt in CROWD]
     alone = answers(start_engine(model=tmp_path), prompts)
-    assert answers(two_workers(model=tmp_path), prompts) == alone
+    for plugins in ((), (HALVES,)):
+        assert answers(two_workers(*plugins, model=tmp_path), prompts) == alone
 
 
 @pytest.mark.slow
@@ -401,7 +416,8 @@ def test_every_architecture_of_the_native_step_is_split(two_workers, start_engin
 def test_few_bits_and_sparse_attention_are_split(two_workers, start_engine, settings):
     model = ensure_demo_model()
     alone = answers(start_engine(model=model, **settings), CROWD)
-    assert answers(two_workers(model=model, **settings), CROWD) == alone
+    for plugins in ((), (HALVES,)):
+        assert answers(two_workers(*plugins, model=model, **settings), CROWD) == alone
 
 
 def test_each_worker_copies_blocks_of_branches(two_workers, start_engine):
@@ -428,7 +444,7 @@ def steps_of(record, op, num_bytes):
             steps[-1].add(backend)
         if name == "all_gather":  # the logits, with which a step ends
             steps.append(set())
-    return [next(iter(step)) if len(step) == 1 else step for step in steps[:-1]]
+    return [next(iter(step)) if len(step) == 1 else frozenset(step) for step in steps[:-1]]
 
 
 def collective(name, op, num_bytes, backend, *inputs, **more):
@@ -462,24 +478,27 @@ def test_a_plan_decides_about_collectives_on_all_ranks_from_the_same_step(two_wo
     assert "all_reduce can be done by group, shm" in refused["unknown"] and "no backend does reduce_scatter" in refused["none"]
     assert "another node decides" in refused["again"]
 
-    engine.executor.submit_plan(ExecutionPlan("q", IRGraph([collective("sums", "all_reduce", ROW, "group", pieces=2)]), (1,)))
-    request = engine.start(prompt, SamplingParams(max_new_tokens=900, ignore_eos=True))
-    wait_until("some tokens", lambda: len(request.token_ids) > 5)
+    halves = collective("sums", "all_reduce", 2 * ROW, "group", pieces=2)
+    engine.executor.submit_plan(ExecutionPlan("q", IRGraph([halves]), (1,)))
+    requests = [engine.start(prompt, SamplingParams(max_new_tokens=900, ignore_eos=True)) for _ in range(2)]
+    wait_until("some tokens", lambda: min(len(each.token_ids) for each in requests) > 5)
     assert engine.executor.status("q").state.value == "running"
     node = engine.executor.cancel("q").nodes["sums"]
     assert (node.state.value, node.detail) == ("cancelled", "by group in 2 pieces from step 41 on; the plan was cancelled")
-    num_tokens = max(40, len(request.token_ids))
-    wait_until("more tokens", lambda: len(request.token_ids) > num_tokens + 5)
-    assert tuple(request.token_ids[:40]) == reference([prompt], 40)[0]
-    request.cancel()
+    num_tokens = max(40, *(len(each.token_ids) for each in requests))
+    wait_until("more tokens", lambda: min(len(each.token_ids) for each in requests) > num_tokens + 5)
+    for request in requests:
+        assert tuple(request.token_ids[:40]) == reference([prompt], 40)[0]
+        request.cancel()
     settle(engine)
     assert engine.hooks.report()["faults"] == []
     engine.close()
 
-    sums, halves = steps_of(record, "all_reduce", ROW), steps_of(record, "all_reduce", ROW // 2)
+    sums, of_two = steps_of(record, "all_reduce", ROW), steps_of(record, "all_reduce", 2 * ROW)
     assert sums[:40] == [*["shm"] * 3, *["group"] * 4, *["shm"] * 33]
     assert steps_of(record, "all_gather", LOGITS)[:40] == [*["shm"] * 5, *["group"] * 2, *["shm"] * 33]
-    last = len(halves) - halves[::-1].index("group")  # one product of a layer is in two pieces, the other one in one
-    assert last > 46 and set(halves[41:last]) == {"group"} and sums[-1] == "shm" and set(sums[last:]) == {"shm"}
+    halved = [number for number, backend in enumerate(sums) if backend == "group" and number >= 40]  # a row of two each
+    assert len(halved) > 5 and set(of_two[halved[0] : halved[-1] + 1]) == {frozenset()}
+    assert "group" not in of_two and "shm" in of_two[halved[-1] :]
     found = verify_schedule(record)
     assert found.agrees and found.num_plans == 2

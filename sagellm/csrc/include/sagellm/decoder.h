@@ -215,7 +215,8 @@ struct DecoderStep {
   // Of a model that ranks split: who adds up the parts of a layer, by layer. The last one gathers the logits.
   struct LayerExchange {
     Exchange* exchange = nullptr;
-    int pieces = 1;  // a product's outputs are added up in so many pieces, each while the next one is computed
+    int pieces = 1;     // 2: half of the rows is computed while what the other half has computed is added up
+    bool fused = true;  // what experts and a shared expert have computed is one sum
   };
   std::vector<LayerExchange> exchanges;
   // Whether keys that decoding sequences have in common, by their first blocks, are read once for all of them. Not where a
@@ -227,6 +228,7 @@ struct DecoderStep {
 struct StepReport {
   std::string failure;       // what was wrong with a choice of blocks; the results are then not to be used
   double prompt_blocks = 0;  // that the tiles of `sparse_prompts` read, in the mean of layers and key heads
+  double exchange_s = 0;     // in which the step did nothing but exchange numbers with other ranks
 };
 
 // Sums run in an order that does not depend on the batch, so a sequence gets the same numbers beside any others.

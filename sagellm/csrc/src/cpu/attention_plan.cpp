@@ -165,7 +165,7 @@ double AttentionCosts::Line::at(int members) const {
 double AttentionCosts::seconds(int members) const { return members <= few_.last ? few_.at(members) : many_.at(members); }
 
 AttentionPlan plan_attention(const PagedCache& cache, const DecoderStep& step, const DecoderShape& shape,
-                             const AttentionCosts* costs, int threads) {
+                             const AttentionCosts* costs, int threads, int half) {
   AttentionPlan plan;
   if (step.sparse != nullptr && (!step.is_decoding || step.sparse->keep.size() != size(step.num_sequences))) {
     throw std::invalid_argument("a step that reads some blocks decodes, and says for each sequence how many it reads");
@@ -209,8 +209,9 @@ AttentionPlan plan_attention(const PagedCache& cache, const DecoderStep& step, c
     const int num_runs = one.num_splits;  // of its group
     one.num_splits = step.is_decoding ? num_runs + divided(one.seen - one.common, kSplit) : 0;
     for (int head = 0; head < shape.kv_heads; head += heads) {
-      for (int first = 0; first < one.tokens; first += most) {
-        const int tokens = std::min(most, one.tokens - first);
+      for (int first = 0, tokens = 0; first < one.tokens; first += tokens) {
+        const int before_half = half - one.row - first;
+        tokens = std::min(before_half > 0 ? std::min(most, before_half) : most, one.tokens - first);
         if (!step.is_decoding) {
           const int end = one.length - one.tokens + first + tokens;
           plan.tasks.push_back({s, head, heads, first, tokens, 0, end, -1, -1, tiles + first / most});
@@ -229,6 +230,12 @@ AttentionPlan plan_attention(const PagedCache& cache, const DecoderStep& step, c
     }
     tiles += divided(one.tokens, most);
   }
+  const auto in_first = [&](const AttentionTask& task) { return plan.sequences[size(task.sequence)].row + task.first < half; };
+  const auto put_first = [&](std::vector<AttentionTask>* tasks) {
+    return static_cast<int>(std::stable_partition(tasks->begin(), tasks->end(), in_first) - tasks->begin());
+  };
+  plan.first_tasks = put_first(&plan.tasks);
+  plan.first_merged = put_first(&plan.merged);
   return plan;
 }
 

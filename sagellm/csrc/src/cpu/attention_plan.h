@@ -42,6 +42,7 @@ struct AttentionPlan {
     int run;                   // tokens of these that a task reads
   };
   std::vector<Group> groups;
+  int first_tasks = 0, first_merged = 0;  // of `tasks` and `merged`: those of the rows before `half`, which come first
   int heads_together = 1;              // key heads of a task of decoding
   std::vector<std::int64_t> partials;  // [sequences][key heads / heads_together]: `partial` of `merged`
   std::int64_t num_partials = 0;
@@ -76,9 +77,9 @@ class AttentionCosts {
   Line few_, many_;
 };
 
-// `costs`: null, or what decides whether sequences read common keys together. Throws std::invalid_argument for lengths or blocks
-// outside of the step and the cache.
+// `costs`: null, or what decides whether sequences read common keys together. `half`: a row that no task crosses, but those of
+// groups; 0: there is none. Throws std::invalid_argument for lengths or blocks outside of the step and the cache.
 AttentionPlan plan_attention(const PagedCache& cache, const DecoderStep& step, const DecoderShape& shape,
-                             const AttentionCosts* costs, int threads);
+                             const AttentionCosts* costs, int threads, int half = 0);
 
 }  // namespace sage::cpu

@@ -22,7 +22,8 @@ bool has_window(const std::vector<int>& windows) {
 }  // namespace
 
 AttentionWork::AttentionWork(const PagedCache& cache, const DecoderStep& step, const DecoderShape& shape,
-                             const Kernels& kernels, const AttentionCosts* costs, std::vector<int> windows, int threads)
+                             const Kernels& kernels, const AttentionCosts* costs, std::vector<int> windows, int threads,
+                             int half)
     : cache_(cache),
       shape_(shape),
       products_(kernels),
@@ -32,8 +33,11 @@ AttentionWork::AttentionWork(const PagedCache& cache, const DecoderStep& step, c
       windows_(std::move(windows)),
       num_tokens_(step.num_tokens),
       table_width_(step.table_width),
+      half_(step.sparse == nullptr && step.sparse_prompts == nullptr && step.observed == nullptr && cache.codes == nullptr
+                ? half
+                : 0),
       is_decoding_(step.is_decoding),
-      plan_(plan_attention(cache, step, shape, costs, threads)),
+      plan_(plan_attention(cache, step, shape, costs, threads, half_)),
       bounds_(cache_, shape_),
       choice_(step.sparse, plan_, shape, step.table_width),
       whole_(choice_.num_whole() > 0 ? plan_of_all(cache, step, shape, threads) : AttentionPlan{}),

@@ -12,6 +12,11 @@
 
 namespace sage::cpu {
 
+// Adjacent chunks of a stage's work.
+struct Chunks {
+  int first, count;
+};
+
 // Calls of `compute` functions are constant and write to `local` alone; see `Work`.
 class AttentionWork {
  public:
@@ -22,9 +27,10 @@ class AttentionWork {
     float* partials;  // [num_partials]
   };
 
-  // Throws std::invalid_argument for lengths or blocks outside of the step and the cache, and for choices that do not fit.
+  // `half`: a row; those before it and the others are attended apart, if the step `has_halves`. 0: there is none. Throws
+  // std::invalid_argument for lengths or blocks outside of the step and the cache, and for choices that do not fit.
   AttentionWork(const PagedCache& cache, const DecoderStep& step, const DecoderShape& shape, const Kernels& kernels,
-                const AttentionCosts* costs, std::vector<int> windows, int threads);
+                const AttentionCosts* costs, std::vector<int> windows, int threads, int half);
 
   void use(const Memory& memory) { memory_ = memory; }
   Size num_partials() const { return static_cast<Size>(std::max(plan_.num_partials, whole_.num_partials)); }
@@ -39,8 +45,10 @@ class AttentionWork {
   }
   int num_chosen(int layer) const { return layer >= choice_.num_whole() && choice_.exists() ? 1 : 0; }
   int num_estimated(int layer) const { return tiles_.is_estimated(layer) ? tiles_.count() * shape_.kv_heads : 0; }
-  int num_attended(int layer) const { return static_cast<int>(plan_of(layer).tasks.size()); }
-  int num_merged(int layer) const { return static_cast<int>(plan_of(layer).merged.size()); }
+  Chunks attended(int layer, Rows rows) const { return chunks_of(plan_of(layer).tasks, plan_of(layer).first_tasks, rows); }
+  Chunks merged(int layer, Rows rows) const { return chunks_of(plan_of(layer).merged, plan_of(layer).first_merged, rows); }
+  // Whether rows can be attended before later rows have keys, and without them.
+  bool has_halves() const { return half_ > 0 && plan_.groups.empty(); }
 
   // Puts queries, keys and values of a token where attention reads them: [heads + 2 * key heads][head size], rotated.
   void store(int layer, int row, const float* rotated);
@@ -65,6 +73,12 @@ class AttentionWork {
   void commit_merged(int layer, int chunk, const float* result);
 
  private:
+  // A half of the tasks, or all of them.
+  Chunks chunks_of(const std::vector<AttentionTask>& tasks, int first_tasks, Rows rows) const {
+    const int count = static_cast<int>(tasks.size());
+    if (rows.count == num_tokens_) return {0, count};
+    return rows.first == 0 ? Chunks{0, first_tasks} : Chunks{first_tasks, count - first_tasks};
+  }
   static AttentionPlan plan_of_all(const PagedCache& cache, DecoderStep step, const DecoderShape& shape, int threads);
   const AttentionPlan& plan_of(int layer) const { return layer < choice_.num_whole() ? whole_ : plan_; }
   // Bytes of a head's numbers in the cache, and of its scale and zero point.
@@ -88,7 +102,7 @@ class AttentionWork {
   const Kernels& kernels_;   // of the cache's type
   const Size element_, query_element_;
   const std::vector<int> windows_;  // of each layer
-  const int num_tokens_, table_width_;
+  const int num_tokens_, table_width_, half_;
   const bool is_decoding_;
   int block_shift_ = 0;
   const AttentionPlan plan_;

@@ -40,6 +40,7 @@ void Decoder::Buffers::reserve(const Model& model, int tokens, Size partials_nee
       grow(&routed, n * size(experts.router.outputs));
       grow(&expert_fed, slots * size(padded(experts.down[0].inputs, 2)) * element);
       grow(&expert_branch, slots * size(shape.hidden));
+      if (shape.ranks > 1) grow(&expert_sums, n * size(shape.hidden));
     }
   }
   if (partials_needed > partials.size()) partials.resize(partials_needed);

@@ -54,7 +54,8 @@ struct Decoder::Buffers {
   std::shared_ptr<const cpu::AttentionCosts> costs;  // of the cache, where sequences read keys together if that pays
   cpu::Lines<float> hidden, squares, qkv, branch, partials, logits;
   cpu::Lines<char> input, queries, attended, fed;
-  cpu::Lines<float> routed, expert_branch;  // routers' outputs, and the results of each slot
+  // Routers' outputs, the results of each slot, and their sums where ranks add them up by themselves.
+  cpu::Lines<float> routed, expert_branch, expert_sums;
   cpu::Lines<char> expert_fed;
   cpu::Lines<char> rounded;  // inputs of the next product in 8 bits
 

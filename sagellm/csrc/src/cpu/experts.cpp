@@ -43,7 +43,7 @@ void choose_experts(const float* logits, int rows, const Experts& experts, Route
 }
 
 Cut cut_of_experts(const Kernels& kernels, const Routes& routes, const Matrix& matrix, int threads, bool pairs) {
-  Cut cut(kernels, routes.panel, matrix, threads, pairs);
+  Cut cut(kernels, {0, routes.panel}, matrix, threads, pairs);
   cut.panels = static_cast<int>(routes.blocks.size());
   cut.rows = cut.panels * cut.panel;
   return cut;

@@ -257,7 +257,7 @@ class Product : public Work {
         out_(static_cast<char*>(out)),
         outputs_(outputs),
         wide_(wide || kernels.weights == cpu::Type::kFloat32),
-        cut_(kernels, rows, matrix, threads, gate != Activation::kNone),
+        cut_(kernels, {0, rows}, matrix, threads, gate != Activation::kNone),
         stride_(size(padded(matrix.inputs, 2))),
         input_(size(rows) * stride_ * cpu::size_of(kernels.inputs)) {
     // A copy: the caller may free its tensor while a thread that is late still reads it.

@@ -26,12 +26,19 @@ inline Size tile_bytes(const Kernels& kernels, const Matrix& matrix) {
   return size(kTile) * size(inputs) * size_of(kernels.weights);
 }
 
+// Adjacent rows of a step.
+struct Rows {
+  int first = 0, count = 0;
+  int end() const { return first + count; }
+};
+
 // How a product is cut into chunks: panels of rows times groups of tiles.
 struct Cut {
-  int rows = 0, panel = 0, panels = 0, tiles = 0, group = 1, lanes = 1;
+  int first = 0, rows = 0, panel = 0, panels = 0, tiles = 0, group = 1, lanes = 1;
 
   Cut() = default;
-  Cut(const Kernels& kernels, int rows_, const Matrix& matrix, int threads, bool pairs) : rows(rows_) {
+  Cut(const Kernels& kernels, Rows of_step, const Matrix& matrix, int threads, bool pairs)
+      : first(of_step.first), rows(of_step.count) {
     const int unit = pairs ? 2 : 1;
     panels = divided(rows, kPanel);
     panel = padded(divided(rows, panels), rows > kPanel ? 12 : 1);
@@ -50,8 +57,8 @@ struct Cut {
     }
   }
   int chunks() const { return panels * divided(tiles, group); }
-  int first_row(int chunk) const { return chunk % panels * panel; }
-  int num_rows(int chunk) const { return std::min(panel, rows - first_row(chunk)); }
+  int first_row(int chunk) const { return first + chunk % panels * panel; }
+  int num_rows(int chunk) const { return std::min(panel, first + rows - first_row(chunk)); }
   // Threads take chunks in turn. Each then reads one run of memory, which the processor fetches ahead, and no gaps.
   int first_tile(int chunk) const {
     const int at = chunk / panels, groups = divided(tiles, group), lane = at % lanes;

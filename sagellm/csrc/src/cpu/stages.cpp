@@ -22,103 +22,164 @@ const Matrix& matrix_of(const Decoder::Model& model, StageKind product, int laye
   }
 }
 
-Piece piece_of(const Decoder::Model& model, const Matrix& whole, const Stage& at) {
-  const int tiles = divided(model.shape.hidden, kTile);
-  const auto begin_of = [&](int piece) { return tiles * piece / at.pieces; };
-  const int tile = begin_of(at.piece), column = tile * kTile;
-  Piece piece{whole, column, std::min(begin_of(at.piece + 1) * kTile, model.shape.hidden) - column};
-  piece.matrix.outputs = piece.columns;
-  piece.matrix.weight = static_cast<const char*>(whole.weight) + size(tile) * tile_bytes(*model.kernels, whole);
-  if (whole.bias != nullptr) piece.matrix.bias = whole.bias + column;
-  return piece;
-}
+namespace {
 
-std::vector<Stage> plan_stages(const Planned& step, Routes* routes) {
-  const Decoder::Model& model = step.model;
-  const AttentionWork& attention = step.attention;
-  const Kernels& kernels = *model.kernels;
-  const int num_tokens = step.num_tokens, threads = step.threads;
-  const bool is_split = model.shape.ranks > 1;
-  std::vector<Stage> stages;
-  const int groups = divided(num_tokens, kTokens);
-  const auto add = [&](StageKind kind, int layer, int chunks) { stages.push_back({kind, layer, chunks, {}}); };
-  // One row is rounded by each chunk for itself.
-  const auto add_rounding = [&](StageKind product, int layer) {
-    if (num_tokens == 1 || !matrix_of(model, product, layer).in_8_bits) return;
-    stages.push_back({StageKind::kRound, layer, groups, {}, product});
-  };
-  const auto add_product = [&](StageKind kind, int layer, const Cut& cut) {
-    add_rounding(kind, layer);
-    stages.push_back({kind, layer, cut.chunks(), cut});
-  };
-  const auto cut_of = [&](const Matrix& matrix, bool pairs) {
-    return Cut(kernels, num_tokens, matrix, threads, pairs);
-  };
-  // Products whose outputs ranks add up, and then to the residual stream if they need no norm before.
-  const auto add_summed_product = [&](StageKind kind, int layer, bool is_last) {
-    const Matrix& matrix = matrix_of(model, kind, layer);
-    const int tiles = divided(model.shape.hidden, kTile);
-    const int pieces = is_split && is_last ? std::min(step.exchanges[size(layer)].pieces, tiles) : 1;
-    add_rounding(kind, layer);
-    for (int piece = 0; piece < pieces; ++piece) {
-      Stage stage{kind, layer, 0, {}, kind, piece, pieces};
-      stage.cut = cut_of(piece_of(model, matrix, stage).matrix, false);
-      stage.chunks = stage.cut.chunks();
-      stages.push_back(stage);
-      if (pieces > 1) stages.push_back({StageKind::kBeginSum, layer, 1, {}, kind, piece, pieces});
+class Planner {
+ public:
+  Planner(const Planned& step, Routes* routes) : step_(step), model_(step.model), routes_(routes) {}
+
+  std::vector<Stage> plan() {
+    const int num_layers = static_cast<int>(model_.layers.size()), last = num_layers - 1;
+    const Rows whole{0, step_.num_tokens};
+    add_rows(StageKind::kEmbed, 0, whole);
+    for (int i = 0; i < num_layers; ++i) {
+      const auto before = i == 0 ? std::vector<Rows>{} : parts_of(i - 1), parts = parts_of(i);
+      const bool in_halves = parts.size() > 1, has_experts = model_.layers[size(i)].experts.top_k > 0;
+      if (in_halves && before.size() != 1 && step_.attention.has_halves()) {
+        for (const Rows& part : parts) {
+          if (i > 0) end_layer(i - 1, part, true);
+          begin_layer(i, part);
+          add_attention(i, part);
+          add_summed_product(StageKind::kOut, i, part, true);
+        }
+      } else {
+        for (const Rows& part : before) end_layer(i - 1, part, before.size() > 1);
+        begin_layer(i, whole);
+        choose_blocks(i);
+        add_attention(i, whole);
+        for (const Rows& part : parts) add_summed_product(StageKind::kOut, i, part, in_halves);
+      }
+      for (const Rows& part : parts) {
+        end_attention(i, part, in_halves);
+        if (has_experts)
+          feed_experts(i, part);
+        else
+          feed(i, part, in_halves);
+      }
     }
-    return pieces;
-  };
-  const auto add_sum_of_ranks = [&](StageKind product, int layer, int pieces, bool is_last) {
-    if (!is_split) return;
-    stages.push_back({StageKind::kSum, layer, 1, {}, product, 0, pieces});
-    if (is_last) stages.push_back({StageKind::kAddSum, layer, groups, {}, product, 0, pieces});
-  };
-  add(StageKind::kEmbed, 0, groups);
-  for (int i = 0; i < static_cast<int>(model.layers.size()); ++i) {
-    const DecoderLayer& layer = model.layers[size(i)];
-    add_product(StageKind::kQkv, i, cut_of(layer.qkv, false));
-    add(StageKind::kRotate, i, groups);
-    const auto add_attention = [&](StageKind kind, int chunks) {
-      if (chunks > 0) add(kind, i, chunks);
-    };
-    add_attention(StageKind::kEncode, attention.num_encoded(i));
-    add_attention(StageKind::kObserve, attention.num_observed(i));
-    add_attention(StageKind::kWeigh, attention.num_weighed(i));
-    add_attention(StageKind::kChooseBlocks, attention.num_chosen(i));
-    add_attention(StageKind::kEstimate, attention.num_estimated(i));
-    add_attention(StageKind::kAttend, attention.num_attended(i));
-    add_attention(StageKind::kMerge, attention.num_merged(i));
-    const bool ends_attention = layer.after_attention == nullptr;
-    add_sum_of_ranks(StageKind::kOut, i, add_summed_product(StageKind::kOut, i, ends_attention), ends_attention);
-    if (layer.after_attention != nullptr) add(StageKind::kAddAttended, i, groups);
-    const Experts& experts = layer.experts;
-    if (experts.top_k > 0) {
-      add_product(StageKind::kRoute, i, cut_of(experts.router, false));
-      add(StageKind::kChoose, i, 1);
+    for (const Rows& part : parts_of(last)) {
+      end_layer(last, part, parts_of(last).size() > 1);
+      add_rows(StageKind::kLast, last, part);
     }
-    if (layer.down.weight != nullptr) {
-      add_product(StageKind::kFeed, i, cut_of(layer.gate_up, true));
-      const bool ends_layer = experts.top_k == 0 && layer.after_feed_forward == nullptr;
-      const int pieces = add_summed_product(StageKind::kDown, i, ends_layer);
-      if (experts.top_k == 0) add_sum_of_ranks(StageKind::kDown, i, pieces, ends_layer);
-    }
-    if (experts.top_k > 0) {
-      if (routes->blocks.empty()) *routes = Routes(num_tokens, experts);
-      add_product(StageKind::kFeedExperts, i, cut_of_experts(kernels, *routes, experts.gate_up[0], threads, true));
-      add_product(StageKind::kDownExperts, i, cut_of_experts(kernels, *routes, experts.down[0], threads, false));
-      add(StageKind::kAddExperts, i, groups);
-      add_sum_of_ranks(StageKind::kDown, i, 1, true);
-    }
-    if (layer.after_feed_forward != nullptr) add(StageKind::kAddFed, i, groups);
+    if (!step_.samples) return std::move(stages_);
+    add_product(StageKind::kLogits, last, model_.head, whole);
+    if (is_split()) add(StageKind::kGather, last, 1);
+    add(StageKind::kSample, last, step_.num_tokens);
+    return std::move(stages_);
   }
-  const int last = static_cast<int>(model.layers.size()) - 1;
-  add(StageKind::kLast, last, groups);
-  if (!step.samples) return stages;
-  add_product(StageKind::kLogits, last, cut_of(model.head, false));
-  if (is_split) add(StageKind::kGather, last, 1);
-  add(StageKind::kSample, last, num_tokens);
-  return stages;
-}
+
+ private:
+  bool is_split() const { return model_.shape.ranks > 1; }
+
+  std::vector<Rows> parts_of(int layer) const {
+    const int rows = step_.num_tokens, half = half_of(rows);
+    const bool in_halves = is_split() && step_.exchanges[size(layer)].pieces > 1 && rows > 1 &&
+                           model_.layers[size(layer)].experts.top_k == 0;
+    return in_halves ? std::vector<Rows>{{0, half}, {half, rows - half}} : std::vector<Rows>{{0, rows}};
+  }
+
+  void add(StageKind kind, int layer, int chunks) {
+    if (chunks > 0) stages_.push_back({kind, layer, chunks, {0, step_.num_tokens}, 0, {}, kind});
+  }
+  void add_rows(StageKind kind, int layer, Rows rows) { add_rows(kind, layer, rows, kind); }
+  void add_rows(StageKind kind, int layer, Rows rows, StageKind product) {
+    stages_.push_back({kind, layer, divided(rows.count, kTokens), rows, 0, {}, product});
+  }
+  void add_cut(StageKind kind, int layer, Rows rows, const Cut& cut) {
+    // One row is rounded by each chunk for itself.
+    if (step_.num_tokens > 1 && matrix_of(model_, kind, layer).in_8_bits) add_rows(StageKind::kRound, layer, rows, kind);
+    stages_.push_back({kind, layer, cut.chunks(), rows, 0, cut, kind});
+  }
+  void add_product(StageKind kind, int layer, const Matrix& matrix, Rows rows, bool pairs = false) {
+    add_cut(kind, layer, rows, Cut(*model_.kernels, rows, matrix, step_.threads, pairs));
+  }
+  void add_exchange(StageKind kind, int layer, Rows rows, StageKind product) {
+    stages_.push_back({kind, layer, 1, rows, 0, {}, product});
+  }
+
+  // A product whose outputs ranks add up. In halves its sum begins now, and ends before the rows are used.
+  void add_summed_product(StageKind kind, int layer, Rows rows, bool in_halves) {
+    add_product(kind, layer, matrix_of(model_, kind, layer), rows);
+    if (in_halves) add_exchange(StageKind::kBeginSum, layer, rows, kind);
+  }
+  void end_sum(StageKind product, int layer, Rows rows, bool in_halves) {
+    if (is_split()) add_exchange(in_halves ? StageKind::kEndSum : StageKind::kSum, layer, rows, product);
+  }
+
+  void begin_layer(int layer, Rows rows) {
+    add_product(StageKind::kQkv, layer, model_.layers[size(layer)].qkv, rows);
+    add_rows(StageKind::kRotate, layer, rows);
+  }
+
+  // What comes before attention that reads some blocks.
+  void choose_blocks(int layer) {
+    const AttentionWork& attention = step_.attention;
+    add(StageKind::kEncode, layer, attention.num_encoded(layer));
+    add(StageKind::kObserve, layer, attention.num_observed(layer));
+    add(StageKind::kWeigh, layer, attention.num_weighed(layer));
+    add(StageKind::kChooseBlocks, layer, attention.num_chosen(layer));
+    add(StageKind::kEstimate, layer, attention.num_estimated(layer));
+  }
+
+  void add_attention(int layer, Rows rows) {
+    const auto add_chunks = [&](StageKind kind, Chunks chunks) {
+      if (chunks.count > 0) stages_.push_back({kind, layer, chunks.count, rows, chunks.first, {}, kind});
+    };
+    add_chunks(StageKind::kAttend, step_.attention.attended(layer, rows));
+    add_chunks(StageKind::kMerge, step_.attention.merged(layer, rows));
+  }
+
+  void end_attention(int layer, Rows rows, bool in_halves) {
+    end_sum(StageKind::kOut, layer, rows, in_halves);
+    if (model_.layers[size(layer)].after_attention != nullptr)
+      add_rows(StageKind::kAddAttended, layer, rows);
+    else if (is_split())
+      add_rows(StageKind::kAddSum, layer, rows, StageKind::kOut);
+  }
+
+  void feed(int layer, Rows rows, bool in_halves) {
+    add_product(StageKind::kFeed, layer, model_.layers[size(layer)].gate_up, rows, true);
+    add_summed_product(StageKind::kDown, layer, rows, in_halves);
+  }
+
+  void end_layer(int layer, Rows rows, bool in_halves) {
+    if (model_.layers[size(layer)].experts.top_k > 0) return;  // they have ended
+    end_sum(StageKind::kDown, layer, rows, in_halves);
+    if (model_.layers[size(layer)].after_feed_forward != nullptr)
+      add_rows(StageKind::kAddFed, layer, rows);
+    else if (is_split())
+      add_rows(StageKind::kAddSum, layer, rows, StageKind::kDown);
+  }
+
+  // Ranks add up the shared expert and the others at once, or, not fused, one after the other.
+  void feed_experts(int layer, Rows rows) {
+    const Experts& experts = model_.layers[size(layer)].experts;
+    const bool is_shared = model_.layers[size(layer)].down.weight != nullptr;
+    add_product(StageKind::kRoute, layer, experts.router, rows);
+    add(StageKind::kChoose, layer, 1);
+    if (is_shared) {
+      feed(layer, rows, false);
+      if (is_split() && !step_.exchanges[size(layer)].fused) end_sum(StageKind::kDown, layer, rows, false);
+    }
+    if (routes_->blocks.empty()) *routes_ = Routes(step_.num_tokens, experts);
+    const auto cut = [&](const Matrix& matrix, bool pairs) {
+      return cut_of_experts(*model_.kernels, *routes_, matrix, step_.threads, pairs);
+    };
+    add_cut(StageKind::kFeedExperts, layer, rows, cut(experts.gate_up[0], true));
+    add_cut(StageKind::kDownExperts, layer, rows, cut(experts.down[0], false));
+    add_rows(StageKind::kAddExperts, layer, rows, StageKind::kDownExperts);
+    end_sum(StageKind::kDownExperts, layer, rows, false);
+    if (is_split()) add_rows(StageKind::kAddSum, layer, rows, StageKind::kDownExperts);
+  }
+
+  const Planned& step_;
+  const Decoder::Model& model_;
+  Routes* const routes_;
+  std::vector<Stage> stages_;
+};
+
+}  // namespace
+
+std::vector<Stage> plan_stages(const Planned& step, Routes* routes) { return Planner(step, routes).plan(); }
 
 }  // namespace sage::cpu

@@ -17,14 +17,16 @@ Inputs StepWork::inputs_of(const Stage& at) const {
 }
 
 void StepWork::round(const Stage& at, int chunk, char* local) const {
+  const Rows rows = at.rows_of(chunk);
   Inputs inputs = inputs_of(at);
-  inputs.numbers += size(first_of(chunk)) * inputs.stride * element_;
-  round_rows(kernels_, matrix_of(*model_, at.product, at.layer), inputs, end_of(chunk) - first_of(chunk), local);
+  inputs.numbers += size(rows.first) * inputs.stride * element_;
+  round_rows(kernels_, matrix_of(*model_, at.product, at.layer), inputs, rows.count, local);
 }
 
 void StepWork::commit_rounded(const Stage& at, int chunk, const char* local) {
+  const Rows rows = at.rows_of(chunk);
   const Size bytes = rounded_bytes(kernels_, matrix_of(*model_, at.product, at.layer));
-  std::memcpy(buffers_->rounded.data() + size(first_of(chunk)) * bytes, local, size(end_of(chunk) - first_of(chunk)) * bytes);
+  std::memcpy(buffers_->rounded.data() + size(rows.first) * bytes, local, size(rows.count) * bytes);
 }
 
 void StepWork::multiply_normed(const Stage& at, const Matrix& matrix, int chunk, float* result) const {
@@ -77,18 +79,18 @@ void StepWork::commit_fed(const Cut& cut, const DecoderLayer& layer, int chunk, 
   }
 }
 
-void StepWork::commit_sum(const Stage& at, const Matrix& whole, int chunk, const float* result, bool waits, const float* norm) {
+void StepWork::commit_sum(const Stage& at, const Matrix& matrix, int chunk, const float* result, bool waits,
+                          const float* norm) {
   const Cut& cut = at.cut;
-  const Piece piece = piece_of(*model_, whole, at);
   for (int row = 0; row < cut.num_rows(chunk); ++row, result += cut.width()) {
-    const Size token = size(cut.first_row(chunk) + row);
+    const int token = cut.first_row(chunk) + row;
+    float* to_row = (waits ? buffers_->branch : buffers_->hidden).data() + size(token) * size(shape_.hidden);
     for (int t = 0; t < cut.num_tiles(chunk); ++t) {
-      const int tile = cut.first_tile(chunk) + t, first = tile * kTile, count = std::min(kTile, piece.columns - first);
-      float* to = waits ? branch_of(piece) + token * size(piece.columns) + first
-                        : buffers_->hidden.data() + token * size(shape_.hidden) + first;
+      const int tile = cut.first_tile(chunk) + t, first = tile * kTile, count = std::min(kTile, shape_.hidden - first);
+      float* to = to_row + first;
       if (waits) std::fill_n(to, count, 0.F);
-      kernels_.add(to, result + t * kTile, piece.matrix.bias == nullptr ? nullptr : piece.matrix.bias + first, count);
-      if (!waits) store_input(static_cast<int>(token), tile, to, count, norm);
+      kernels_.add(to, result + t * kTile, matrix.bias == nullptr ? nullptr : matrix.bias + first, count);
+      if (!waits) store_input(token, tile, to, count, norm);
     }
   }
 }
@@ -161,26 +163,31 @@ void StepWork::commit_expert_sums(const Stage& at, int chunk, const float* resul
   }
 }
 
-void StepWork::add_experts(const DecoderLayer& layer, int chunk, float* result) const {
-  const int top_k = layer.experts.top_k, outputs = layer.experts.router.outputs;
-  for (int row = first_of(chunk); row < end_of(chunk); ++row, result += shape_.hidden) {
+float StepWork::share_of(const Experts& experts, int row) const {
+  return 1.F / (1.F + std::exp(-buffers_->routed[size(row + 1) * size(experts.router.outputs) - 1]));
+}
+
+void StepWork::add_experts(const Stage& at, Rows rows, float* result) const {
+  const DecoderLayer& layer = model_->layers[size(at.layer)];
+  const int top_k = layer.experts.top_k;
+  const bool has_shared = layer.down.weight != nullptr && is_fused(at.layer);
+  for (int row = rows.first; row < rows.end(); ++row, result += shape_.hidden) {
     const float* hidden = buffers_->hidden.data() + size(row) * size(shape_.hidden);
     const float* expert = buffers_->expert_branch.data() + size(row * top_k) * size(shape_.hidden);
     std::fill_n(result, shape_.hidden, 0.F);
     for (int k = 0; k < top_k; ++k, expert += shape_.hidden) kernels_.add(result, expert, nullptr, shape_.hidden);
-    if (layer.down.weight != nullptr) {
+    if (has_shared) {
       const float* branch = buffers_->branch.data() + size(row) * size(shape_.hidden);
-      const float logit = buffers_->routed[size(row + 1) * size(outputs) - 1], share = 1.F / (1.F + std::exp(-logit));
+      const float share = share_of(layer.experts, row);
       for (int i = 0; i < shape_.hidden; ++i) result[i] += share * branch[i];
     }
     if (!is_split()) kernels_.add(result, hidden, nullptr, shape_.hidden);
   }
 }
 
-void StepWork::commit_experts(int chunk, const float* result, const float* norm) {
-  if (!is_split()) return commit_rows(chunk, result, norm);
-  const Size rows = size(end_of(chunk) - first_of(chunk)), hidden = size(shape_.hidden);
-  std::memcpy(buffers_->branch.data() + size(first_of(chunk)) * hidden, result, rows * hidden * 4);
+void StepWork::commit_experts(const Stage& at, Rows rows, const float* result) {
+  if (!is_split()) return commit_rows(rows, result, next_norm(at.layer));
+  std::memcpy(sums_of(at, rows.first), result, size(rows.count) * size(shape_.hidden) * 4);
 }
 
 }  // namespace sage::cpu

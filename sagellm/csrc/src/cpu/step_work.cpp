@@ -20,7 +20,8 @@ StepWork::StepWork(std::shared_ptr<const Decoder::Model> model, std::shared_ptr<
       sampling_(step.sampling),
       sampled_(step.sampled),
       exchanges_(step.exchanges),
-      attention_(cache, step, shape_, kernels_, buffers_->costs.get(), windows_of(*model_), threads),
+      attention_(cache, step, shape_, kernels_, buffers_->costs.get(), windows_of(*model_), threads,
+                 half_of(step)),
       id_(next_id()) {
   for (const std::int64_t token : tokens_) {
     if (token < 0 || token >= shape_.vocabulary) throw std::invalid_argument("a token is outside of the vocabulary");
@@ -58,16 +59,17 @@ Size StepWork::local_bytes() const {
 void StepWork::compute(int stage, int chunk, char* local) const {
   const Stage& at = stages_[size(stage)];
   const DecoderLayer& layer = model_->layers[size(at.layer)];
+  const Rows rows = at.rows_of(chunk);
   auto* result = reinterpret_cast<float*>(local);
   switch (at.kind) {
     case StageKind::kRound:
       return round(at, chunk, local);
     case StageKind::kEmbed:
-      return embed(chunk, result);
+      return embed(rows, result);
     case StageKind::kQkv:
       return multiply_normed(at, layer.qkv, chunk, result);
     case StageKind::kRotate:
-      return rotate(layer, chunk, result);
+      return rotate(layer, rows, result);
     case StageKind::kWeigh:
       return attention_.weigh(at.layer, chunk, local);
     case StageKind::kChooseBlocks:
@@ -79,19 +81,20 @@ void StepWork::compute(int stage, int chunk, char* local) const {
     case StageKind::kEstimate:
       return attention_.estimate(at.layer, chunk, local);
     case StageKind::kAttend:
-      return attention_.attend(at.layer, chunk, local);
+      return attention_.attend(at.layer, at.first_chunk + chunk, local);
     case StageKind::kMerge:
-      return attention_.merge(at.layer, chunk, result);
+      return attention_.merge(at.layer, at.first_chunk + chunk, result);
     case StageKind::kOut:
-      return multiply_chunk(kernels_, at.cut, piece_of(*model_, layer.out, at).matrix, inputs_of(at), chunk, result);
+      return multiply_chunk(kernels_, at.cut, layer.out, inputs_of(at), chunk, result);
     case StageKind::kBeginSum:
+    case StageKind::kEndSum:
     case StageKind::kSum:
     case StageKind::kGather:
       return;  // all of it is in the commit
     case StageKind::kAddSum:
-      return add_sum(at, chunk, result);
+      return add_sum(at, rows, result);
     case StageKind::kAddAttended:
-      return add_normed(layer.after_attention, chunk, result);
+      return add_normed(layer.after_attention, rows, result);
     case StageKind::kRoute:
       return multiply_normed(at, layer.experts.router, chunk, result);
     case StageKind::kChoose:
@@ -99,17 +102,17 @@ void StepWork::compute(int stage, int chunk, char* local) const {
     case StageKind::kFeed:
       return feed(at, layer, chunk, result);
     case StageKind::kDown:
-      return multiply_chunk(kernels_, at.cut, piece_of(*model_, layer.down, at).matrix, inputs_of(at), chunk, result);
+      return multiply_chunk(kernels_, at.cut, layer.down, inputs_of(at), chunk, result);
     case StageKind::kFeedExperts:
       return feed_experts(at, layer.experts, chunk, result);
     case StageKind::kDownExperts:
       return down_experts(at, layer.experts, chunk, result);
     case StageKind::kAddExperts:
-      return add_experts(layer, chunk, result);
+      return add_experts(at, rows, result);
     case StageKind::kAddFed:
-      return add_normed(layer.after_feed_forward, chunk, result);
+      return add_normed(layer.after_feed_forward, rows, result);
     case StageKind::kLast:
-      return last(chunk, result);
+      return last(rows, result);
     case StageKind::kLogits:
       return compute_logits(at, chunk, result);
     case StageKind::kSample:
@@ -120,16 +123,17 @@ void StepWork::compute(int stage, int chunk, char* local) const {
 void StepWork::commit(int stage, int chunk, const char* local) {
   const Stage& at = stages_[size(stage)];
   const DecoderLayer& layer = model_->layers[size(at.layer)];
+  const Rows rows = at.rows_of(chunk);
   const auto* result = reinterpret_cast<const float*>(local);
   switch (at.kind) {
     case StageKind::kRound:
       return commit_rounded(at, chunk, local);
     case StageKind::kEmbed:
-      return commit_rows(chunk, result, model_->layers[0].attention_norm);
+      return commit_rows(rows, result, model_->layers[0].attention_norm);
     case StageKind::kQkv:
       return commit_product(at.cut, layer.qkv, chunk, result, buffers_->qkv.data(), layer.qkv.outputs);
     case StageKind::kRotate:
-      return commit_rotated(at.layer, chunk, result);
+      return commit_rotated(at.layer, rows, result);
     case StageKind::kWeigh:
       return attention_.commit_weighed(chunk, local);
     case StageKind::kChooseBlocks:
@@ -142,24 +146,20 @@ void StepWork::commit(int stage, int chunk, const char* local) {
     case StageKind::kEstimate:
       return attention_.commit_estimated(chunk, local);
     case StageKind::kAttend:
-      return attention_.commit_attended(at.layer, chunk, local);
+      return attention_.commit_attended(at.layer, at.first_chunk + chunk, local);
     case StageKind::kMerge:
-      return attention_.commit_merged(at.layer, chunk, result);
+      return attention_.commit_merged(at.layer, at.first_chunk + chunk, result);
     case StageKind::kOut:
       return commit_sum(at, layer.out, chunk, result, is_split() || layer.after_attention != nullptr,
                         layer.feed_forward_norm);
+    case StageKind::kBeginSum:
+    case StageKind::kEndSum:
     case StageKind::kSum:
-      return sum_of_ranks(at);
-    case StageKind::kBeginSum: {
-      const Piece piece = piece_of(*model_, layer.out, at);
-      return exchange([&] {
-        exchanges_[size(at.layer)].exchange->begin_sum(branch_of(piece), size(num_tokens_) * size(piece.columns));
-      });
-    }
+      return exchange_sums(at);
     case StageKind::kAddSum:
-      return commit_rows(chunk, result, at.product == StageKind::kOut ? layer.feed_forward_norm : next_norm(at.layer));
+      return commit_rows(rows, result, at.product == StageKind::kOut ? layer.feed_forward_norm : next_norm(at.layer));
     case StageKind::kAddAttended:
-      return commit_rows(chunk, result, layer.feed_forward_norm);
+      return commit_rows(rows, result, layer.feed_forward_norm);
     case StageKind::kRoute:
       return commit_product(at.cut, layer.experts.router, chunk, result, buffers_->routed.data(),
                             layer.experts.router.outputs);
@@ -176,11 +176,11 @@ void StepWork::commit(int stage, int chunk, const char* local) {
     case StageKind::kDownExperts:
       return commit_expert_sums(at, chunk, result);
     case StageKind::kAddExperts:
-      return commit_experts(chunk, result, next_norm(at.layer));
+      return commit_experts(at, rows, result);
     case StageKind::kAddFed:
-      return commit_rows(chunk, result, next_norm(at.layer));
+      return commit_rows(rows, result, next_norm(at.layer));
     case StageKind::kLast:
-      return commit_last(chunk, result);
+      return commit_last(rows, result);
     case StageKind::kLogits:
       return commit_product(at.cut, model_->head, chunk, result, buffers_->logits.data() + shape_.rank * model_->part(),
                             model_->num_logits());
@@ -198,6 +198,11 @@ std::vector<int> StepWork::windows_of(const Decoder::Model& model) {
   std::vector<int> windows;
   for (const DecoderLayer& layer : model.layers) windows.push_back(layer.window);
   return windows;
+}
+
+int StepWork::half_of(const DecoderStep& step) {
+  const bool in_halves = std::any_of(step.exchanges.begin(), step.exchanges.end(), [](const auto& each) { return each.pieces > 1; });
+  return in_halves && step.num_tokens > 1 ? cpu::half_of(step.num_tokens) : 0;
 }
 
 std::uint64_t StepWork::next_id() {
@@ -223,8 +228,8 @@ void StepWork::store_input(int row, int tile, const float* values, int count, co
   squares(row, tile) = kernels_.sum_of_squares(values, count);
 }
 
-void StepWork::embed(int chunk, float* result) const {
-  for (int row = first_of(chunk); row < end_of(chunk); ++row, result += shape_.hidden) {
+void StepWork::embed(Rows rows, float* result) const {
+  for (int row = rows.first; row < rows.end(); ++row, result += shape_.hidden) {
     unpack_row(kernels_, model_->embedding, static_cast<int>(tokens_[size(row)]), result);
     if (shape_.embedding_scale != 1.F) {
       for (int i = 0; i < shape_.hidden; ++i) result[i] *= shape_.embedding_scale;
@@ -232,8 +237,8 @@ void StepWork::embed(int chunk, float* result) const {
   }
 }
 
-void StepWork::commit_rows(int chunk, const float* result, const float* norm) {
-  for (int row = first_of(chunk); row < end_of(chunk); ++row, result += shape_.hidden) {
+void StepWork::commit_rows(Rows rows, const float* result, const float* norm) {
+  for (int row = rows.first; row < rows.end(); ++row, result += shape_.hidden) {
     std::memcpy(buffers_->hidden.data() + size(row) * size(shape_.hidden), result, size(shape_.hidden) * 4);
     for (int tile = 0; tile < hidden_tiles(); ++tile) {
       store_input(row, tile, result + tile * kTile, std::min(kTile, shape_.hidden - tile * kTile), norm);
@@ -241,30 +246,32 @@ void StepWork::commit_rows(int chunk, const float* result, const float* norm) {
   }
 }
 
-void StepWork::sum_of_ranks(const Stage& at) {
+void StepWork::exchange_sums(const Stage& at) {
   Exchange& ranks = *exchanges_[size(at.layer)].exchange;
+  const Size count = size(at.rows.count) * size(shape_.hidden);
   exchange([&] {
-    if (at.pieces == 1) return ranks.add_up(buffers_->branch.data(), size(num_tokens_) * size(shape_.hidden));
-    for (int piece = 0; piece < at.pieces; ++piece) ranks.end_sum();
+    if (at.kind == StageKind::kBeginSum) return ranks.begin_sum(sums_of(at, at.rows.first), count);
+    if (at.kind == StageKind::kEndSum) return ranks.end_sum();
+    ranks.add_up(sums_of(at, at.rows.first), count);
   });
 }
 
-void StepWork::add_sum(const Stage& at, int chunk, float* result) const {
-  const Size first = size(first_of(chunk)), hidden = size(shape_.hidden);
-  std::memcpy(result, buffers_->hidden.data() + first * hidden, size(end_of(chunk)) * hidden * 4 - first * hidden * 4);
-  Stage of_piece = at;
-  for (of_piece.piece = 0; of_piece.piece < at.pieces; ++of_piece.piece) {
-    const Piece piece = piece_of(*model_, {}, of_piece);
-    const float* branch = branch_of(piece) + first * size(piece.columns);
-    float* to = result + piece.column;
-    for (int row = first_of(chunk); row < end_of(chunk); ++row, to += hidden, branch += piece.columns) {
-      kernels_.add(to, branch, nullptr, piece.columns);
-    }
+void StepWork::add_sum(const Stage& at, Rows rows, float* result) const {
+  const Size numbers = size(rows.count) * size(shape_.hidden);
+  std::memcpy(result, buffers_->hidden.data() + size(rows.first) * size(shape_.hidden), numbers * 4);
+  kernels_.add(result, sums_of(at, rows.first), nullptr, static_cast<int>(numbers));
+  if (at.product != StageKind::kDownExperts || is_fused(at.layer)) return;
+  const DecoderLayer& layer = model_->layers[size(at.layer)];
+  if (layer.down.weight == nullptr) return;
+  for (int row = rows.first; row < rows.end(); ++row, result += shape_.hidden) {
+    const float* branch = buffers_->branch.data() + size(row) * size(shape_.hidden);
+    const float share = share_of(layer.experts, row);
+    for (int i = 0; i < shape_.hidden; ++i) result[i] += share * branch[i];
   }
 }
 
-void StepWork::add_normed(const float* norm, int chunk, float* result) const {
-  for (int row = first_of(chunk); row < end_of(chunk); ++row, result += shape_.hidden) {
+void StepWork::add_normed(const float* norm, Rows rows, float* result) const {
+  for (int row = rows.first; row < rows.end(); ++row, result += shape_.hidden) {
     const float* branch = buffers_->branch.data() + size(row) * size(shape_.hidden);
     const float* hidden = buffers_->hidden.data() + size(row) * size(shape_.hidden);
     const float squares = kernels_.sum_of_squares(branch, shape_.hidden);
@@ -273,21 +280,21 @@ void StepWork::add_normed(const float* norm, int chunk, float* result) const {
   }
 }
 
-void StepWork::last(int chunk, float* result) const {
-  for (int row = first_of(chunk); row < end_of(chunk); ++row, result += shape_.hidden) {
+void StepWork::last(Rows rows, float* result) const {
+  for (int row = rows.first; row < rows.end(); ++row, result += shape_.hidden) {
     const float* hidden = buffers_->hidden.data() + size(row) * size(shape_.hidden);
     const float scale = scale_of(row);
     for (int i = 0; i < shape_.hidden; ++i) result[i] = hidden[i] * scale * model_->last_norm[i];
     // Logits are those of the hidden states that a caller sees.
-    void* narrow = result + size(end_of(chunk) - row) * size(shape_.hidden);  // behind the last row
+    void* narrow = result + size(rows.end() - row) * size(shape_.hidden);  // behind the last row
     kernels_.to_weight(result, shape_.hidden, narrow);
     kernels_.from_weight(narrow, shape_.hidden, result);
   }
 }
 
-void StepWork::commit_last(int chunk, const float* result) {
+void StepWork::commit_last(Rows rows, const float* result) {
   const Size row_bytes = size(shape_.hidden) * size_of(kernels_.weights);
-  for (int row = first_of(chunk); row < end_of(chunk); ++row, result += shape_.hidden) {
+  for (int row = rows.first; row < rows.end(); ++row, result += shape_.hidden) {
     if (hidden_ != nullptr) kernels_.to_weight(result, shape_.hidden, hidden_ + size(row) * row_bytes);
     if (sampling_ == nullptr) continue;
     kernels_.to_input(result, nullptr, shape_.hidden, buffers_->input.data() + size(row) * input_stride() * element_);
@@ -323,9 +330,9 @@ void StepWork::norm_heads(float* heads, int count, const float* norm) const {
   }
 }
 
-void StepWork::rotate(const DecoderLayer& layer, int chunk, float* result) const {
+void StepWork::rotate(const DecoderLayer& layer, Rows rows, float* result) const {
   const int numbers = head_numbers() + 2 * key_numbers();
-  for (int row = first_of(chunk); row < end_of(chunk); ++row, result += numbers) {
+  for (int row = rows.first; row < rows.end(); ++row, result += numbers) {
     std::memcpy(result, buffers_->qkv.data() + size(row) * size(numbers), size(numbers) * 4);
     if (layer.query_norm != nullptr) norm_heads(result, shape_.heads, layer.query_norm);
     if (layer.key_norm != nullptr) norm_heads(result + head_numbers(), shape_.kv_heads, layer.key_norm);
@@ -334,9 +341,9 @@ void StepWork::rotate(const DecoderLayer& layer, int chunk, float* result) const
   }
 }
 
-void StepWork::commit_rotated(int layer, int chunk, const float* result) {
+void StepWork::commit_rotated(int layer, Rows rows, const float* result) {
   const int numbers = head_numbers() + 2 * key_numbers();
-  for (int row = first_of(chunk); row < end_of(chunk); ++row, result += numbers) attention_.store(layer, row, result);
+  for (int row = rows.first; row < rows.end(); ++row, result += numbers) attention_.store(layer, row, result);
 }
 
 }  // namespace sage::cpu

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -22,7 +23,9 @@ class StepWork : public Work {
 
   StepReport report() const {
     if (failure_) std::rethrow_exception(failure_);
-    return attention_.report();
+    StepReport report = attention_.report();
+    report.exchange_s = exchange_s_;
+    return report;
   }
   Size num_logits() const {
     return sampling_ == nullptr ? 0 : size(num_tokens_) * size(model_->num_logits());
@@ -37,6 +40,8 @@ class StepWork : public Work {
 
  private:
   static std::vector<int> windows_of(const Decoder::Model& model);
+  // The row at which the second half begins; 0 if no layer is computed in halves.
+  static int half_of(const DecoderStep& step);
 
   bool is_split() const { return shape_.ranks > 1; }
   int head_numbers() const { return shape_.heads * shape_.head_size; }
@@ -51,9 +56,6 @@ class StepWork : public Work {
   static std::uint64_t next_id();
 
   // ---- rows of the residual stream
-
-  int first_of(int chunk) const { return chunk * kTokens; }
-  int end_of(int chunk) const { return std::min(num_tokens_, first_of(chunk) + kTokens); }
 
   // Sum of squares of a tile of a row. The rows of a tile lie side by side, since one thread writes them.
   float& squares(int row, int tile) const {
@@ -71,21 +73,26 @@ class StepWork : public Work {
   // Numbers [first, first + count) of a row are known: what the next product needs of them. The row's scale, which
   // needs all of the row, is applied to the product's result.
   void store_input(int row, int tile, const float* values, int count, const float* norm);
-  void embed(int chunk, float* result) const;
-  void commit_rows(int chunk, const float* result, const float* norm);
+  void embed(Rows rows, float* result) const;
+  void commit_rows(Rows rows, const float* result, const float* norm);
 
-  // [tokens][columns]; the pieces follow each other.
-  float* branch_of(const Piece& piece) const { return buffers_->branch.data() + size(num_tokens_) * size(piece.column); }
-
-  void sum_of_ranks(const Stage& at);
+  // What ranks add up, from a row on.
+  float* sums_of(const Stage& at, int row) const {
+    auto& sums = at.product == StageKind::kDownExperts && !is_fused(at.layer) ? buffers_->expert_sums : buffers_->branch;
+    return sums.data() + size(row) * size(shape_.hidden);
+  }
+  bool is_fused(int layer) const { return exchanges_.empty() || exchanges_[size(layer)].fused; }
+  // The share of a layer's shared expert in a row.
+  float share_of(const Experts& experts, int row) const;
+  void exchange_sums(const Stage& at);
 
   // hidden += branch
-  void add_sum(const Stage& at, int chunk, float* result) const;
+  void add_sum(const Stage& at, Rows rows, float* result) const;
 
   // hidden += norm(branch)
-  void add_normed(const float* norm, int chunk, float* result) const;
-  void last(int chunk, float* result) const;
-  void commit_last(int chunk, const float* result);
+  void add_normed(const float* norm, Rows rows, float* result) const;
+  void last(Rows rows, float* result) const;
+  void commit_last(Rows rows, const float* result);
 
   // ---- the next tokens
 
@@ -95,11 +102,13 @@ class StepWork : public Work {
   template <typename Call>
   void exchange(const Call& call) noexcept {
     if (failure_) return;
+    const auto begin = std::chrono::steady_clock::now();
     try {
       call();
     } catch (...) {
       failure_ = std::current_exception();
     }
+    exchange_s_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   }
 
   // A thread keeps what it drew until it commits it, or draws again.
@@ -130,7 +139,7 @@ class StepWork : public Work {
   void commit_fed(const Cut& cut, const DecoderLayer& layer, int chunk, const float* result);
 
   // The result of a part of the layer goes to the residual stream, or waits for other ranks, for its own norm or for experts.
-  void commit_sum(const Stage& at, const Matrix& whole, int chunk, const float* result, bool waits, const float* norm);
+  void commit_sum(const Stage& at, const Matrix& matrix, int chunk, const float* result, bool waits, const float* norm);
 
   // ---- experts
 
@@ -145,15 +154,15 @@ class StepWork : public Work {
   void commit_expert_sums(const Stage& at, int chunk, const float* result);
 
   // hidden += experts of the row, in the order of their weights, and its shared expert. Where ranks split them, this rank's
-  // part is their sum alone.
-  void add_experts(const DecoderLayer& layer, int chunk, float* result) const;
-  void commit_experts(int chunk, const float* result, const float* norm);
+  // part is their sum alone, without the shared expert if that one is added up by itself.
+  void add_experts(const Stage& at, Rows rows, float* result) const;
+  void commit_experts(const Stage& at, Rows rows, const float* result);
 
   // ---- attention
 
   void norm_heads(float* heads, int count, const float* norm) const;
-  void rotate(const DecoderLayer& layer, int chunk, float* result) const;
-  void commit_rotated(int layer, int chunk, const float* result);
+  void rotate(const DecoderLayer& layer, Rows rows, float* result) const;
+  void commit_rotated(int layer, Rows rows, const float* result);
 
   const std::shared_ptr<const Decoder::Model> model_;
   const std::shared_ptr<Decoder::Buffers> buffers_;
@@ -168,6 +177,7 @@ class StepWork : public Work {
   std::vector<Sampled>* const sampled_;
   const std::vector<DecoderStep::LayerExchange> exchanges_;
   std::exception_ptr failure_;  // of the exchange
+  double exchange_s_ = 0;
   AttentionWork attention_;
   const std::uint64_t id_;
   std::vector<Stage> stages_;

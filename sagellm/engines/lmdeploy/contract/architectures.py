@@ -47,13 +47,17 @@ PROMPT_TOKENS, NUM_NEW = (3, 40, 300), 12
 NEAR = 0.75  # of a logit, where the device has no float32
 
 
-def write_model(name: str, folder: Path) -> Any:
-    """Write a random float32 model of an architecture, with a tokenizer of bytes, and return it."""
+def write_model(name: str, folder: Path, **changes: Any) -> Any:
+    """Write a random float32 model of an architecture, with a tokenizer of bytes, and return it.
+
+    Args:
+        changes: fields of its config that are not those of `ARCHITECTURES`.
+    """
     import transformers
 
     from sagellm.demo_model.tokenizer import byte_tokenizer
 
-    config = getattr(transformers, f"{name}Config")(**SHAPE | ARCHITECTURES[name])
+    config = getattr(transformers, f"{name}Config")(**SHAPE | ARCHITECTURES[name] | changes)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.save_pretrained(folder)

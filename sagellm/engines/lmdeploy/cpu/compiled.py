@@ -4,6 +4,7 @@
 eagerly, over the same packed weights.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +33,7 @@ from sagellm.engines.lmdeploy.cpu.packed import (
     kernels,
     team,
 )
-from sagellm.engines.lmdeploy.cpu.ranks import Exchanges, Ranks, ranks_of
+from sagellm.engines.lmdeploy.cpu.ranks import Exchanges, LayerExchange, Ranks, ranks_of
 from sagellm.engines.lmdeploy.cpu.runtime import use_huge_pages
 from sagellm.engines.lmdeploy.sparsity import steps_of
 from sagellm.models.gguf_levels import GGUFLevels
@@ -198,8 +199,9 @@ class CpuRunner(GraphRunner):
             self.native: Description | None = None if self.reason else describe(model)
         self._exchanges: Exchanges | None = None
         if self.native is not None and self.native.ranks.size > 1:
+            has_halves = any(_parts(block)[1] is None for block in model.model.layers)
             self._exchanges = Exchanges(
-                self.native.ranks, self.native.layers, self.native.hidden, self.native.logits
+                self.native.ranks, self.native.layers, self.native.hidden, self.native.logits, has_halves
             )
         self._sharing = "where it pays" if hooks.prefix_attention == "auto" else "never"  # keys of common prefixes
         self._bound: Any = None
@@ -305,14 +307,26 @@ class CpuRunner(GraphRunner):
         if parents is not None:
             tensors["parents"] = parents.data_ptr()
         if self._sparse is None:
-            return self.native.decoder.run(team(), tensors, wishes, exchanges=self._exchanged(tokens.numel(), is_decoding))[0]
+            return self._run_native(tensors, wishes, None, self._exchanged(tokens.numel(), is_decoding))[0]
         return self._run_sparse(is_decoding, whole[2], whole[3], whole[4], tensors, wishes)
 
-    def _agree(self, fault: str) -> str:
-        return self.native.ranks.agree(self._exchanges.of_step(1, "decode")[-1][0], fault)
+    def _run_native(
+        self, tensors: dict[str, Any], wishes: dict[str, Any] | None, chosen: dict[str, Any] | None,
+        exchanges: list[LayerExchange] | None,
+    ) -> tuple[list[Sampled], str, float]:  # fmt: skip
+        """Run a step. Returns what `CpuDecoder.run` does, but for the time in exchanges."""
+        start = time.perf_counter()
+        *found, waited_s = self.native.decoder.run(team(), tensors, wishes, chosen, exchanges)
+        if exchanges is not None:
+            seconds = time.perf_counter() - start
+            self._exchanges.note(tensors["num_tokens"], _phase(tensors["is_decoding"]), exchanges, seconds, waited_s)
+        return tuple(found)
 
-    def _exchanged(self, num_tokens: int, is_decoding: bool) -> list[tuple[Any, int]] | None:
-        return None if self._exchanges is None else self._exchanges.of_step(num_tokens, "decode" if is_decoding else "prompt")
+    def _agree(self, fault: str) -> str:
+        return self.native.ranks.agree(self._exchanges.of_step(1, "decode")[-1].exchange, fault)
+
+    def _exchanged(self, num_tokens: int, is_decoding: bool) -> list[LayerExchange] | None:
+        return None if self._exchanges is None else self._exchanges.of_step(num_tokens, _phase(is_decoding))
 
     def _run_sparse(
         self, is_decoding: bool, queries: torch.Tensor, lengths: torch.Tensor, tables: torch.Tensor, tensors: dict[str, Any],
@@ -328,7 +342,7 @@ class CpuRunner(GraphRunner):
         if prompts is not None:
             tensors["prompts"] = prompts
         exchanges = self._exchanged(tensors["num_tokens"], is_decoding)
-        drawn, fault, read = self.native.decoder.run(team(), tensors, wishes, chosen, exchanges)
+        drawn, fault, read = self._run_native(tensors, wishes, chosen, exchanges)
         if fault:  # the step writes the same keys and draws the same tokens again
             if sparse.is_on:
                 sparse.switch_off(fault)
@@ -338,7 +352,7 @@ class CpuRunner(GraphRunner):
         elif seen is not None:
             if exchanges is not None:
                 own, replicas = torch.from_numpy(seen.weights), self.native.replicas
-                seen.weights = self.native.ranks.gather_key_heads(exchanges[-1][0], own, replicas).numpy()
+                seen.weights = self.native.ranks.gather_key_heads(exchanges[-1].exchange, own, replicas).numpy()
             sparse.note(seen)
         if not is_decoding and sparse.policy.selects_prompts:
             sparse.count_prompts(queries, lengths, None if fault else prompts, read)
@@ -350,7 +364,7 @@ class CpuRunner(GraphRunner):
             return super().get_logits(hidden_states)
         logits = self.native.head.multiply(hidden_states.to(self.native.dtype), wide=True)
         if self._exchanges is not None:
-            exchange, _ = self._exchanges.of_step(logits.shape[-2], "decode")[-1]
+            exchange = self._exchanges.of_step(logits.shape[-2], "decode")[-1].exchange
             gathered = self.native.ranks.gather_logits(exchange, logits.flatten(0, -2), self.native.logits)
             logits = gathered.unflatten(0, logits.shape[:-1])
         cap = getattr(self.model, "final_logit_softcapping", None)
@@ -376,6 +390,10 @@ class CpuRunner(GraphRunner):
         self._bound = caches
         if wanted:
             self._sparse.bind_summaries(_numbers(self._bounds), _numbers(self._key_sums))
+
+
+def _phase(is_decoding: bool) -> str:
+    return "decode" if is_decoding else "prompt"
 
 
 def _zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -10,17 +10,17 @@ import math
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lmdeploy.pytorch import distributed
 from torch import nn
 
 from sagellm import _core
-from sagellm.core.collectives import GROUP, CommDecision
+from sagellm.core.collectives import GROUP, CommDecision, sort_bytes
 from sagellm.engines.lmdeploy.cpu.packed import TILE, PackedWeight
 
-__all__ = ["Exchanges", "Ranks", "ranks_of"]
+__all__ = ["Exchanges", "LayerExchange", "Ranks", "ranks_of"]
 
 MOST_KNOWN = 4096  # numbers of tokens in a step
 
@@ -86,22 +86,46 @@ class Ranks:
         return whole
 
 
+class LayerExchange(NamedTuple):
+    """The exchange that adds up the parts of a layer, and how it does, as `CommDecision` has it."""
+
+    exchange: _core.Exchange
+    pieces: int
+    fused: bool
+
+
 class Exchanges:
     """How the native steps of a model exchange numbers with the other workers.
 
     Args:
         hidden: numbers of a token between two layers.
         logits: numbers of a token behind the output layer.
+        has_halves: a layer of the model can be computed in two halves of the rows.
     """
 
-    def __init__(self, ranks: Ranks, num_layers: int, hidden: int, logits: int) -> None:
+    def __init__(self, ranks: Ranks, num_layers: int, hidden: int, logits: int, has_halves: bool) -> None:
         self._ranks, self._num_layers, self._hidden, self._logits = ranks, num_layers, hidden, logits
+        self._has_halves = has_halves
         self._num_changes = 0
         self._by_backends: dict[tuple[str, str], _core.Exchange] = {}
-        self._known: dict[tuple[int, str], list[tuple[_core.Exchange, int]]] = {}
+        # By number of tokens and phase: in one piece; in two as well, unless a plug-in or a rule has decided about it.
+        self._known: dict[tuple[int, str], dict[int, list[LayerExchange]]] = {}
 
-    def of_step(self, num_tokens: int, phase: str) -> list[tuple[_core.Exchange, int]]:
-        """Return for each layer who adds up its parts, and in how many pieces. The last one gathers the logits, too."""
+    def of_step(self, num_tokens: int, phase: str) -> list[LayerExchange]:
+        """Return who adds up the parts of each layer, and how. The last one gathers the logits, too."""
+        ways = self._ways(num_tokens, phase)
+        return ways[1] if len(ways) == 1 else ways[_observer().window.pieces(_sort(num_tokens, phase))]
+
+    def note(self, num_tokens: int, phase: str, exchanges: list[LayerExchange], seconds: float, waited_s: float) -> None:
+        """Take the time of a step that had the exchanges of `of_step`. All workers come here after the same steps."""
+        if len(self._ways(num_tokens, phase)) == 1:
+            return
+        window, sort = _observer().window, _sort(num_tokens, phase)
+        if window.is_open(sort):
+            pieces = max(each.pieces for each in exchanges)
+            window.note(sort, pieces, seconds / num_tokens, waited_s / num_tokens)
+
+    def _ways(self, num_tokens: int, phase: str) -> dict[int, list[LayerExchange]]:
         observer = _observer()
         if observer is not None and observer.num_changes != self._num_changes:
             self._num_changes = observer.num_changes
@@ -113,8 +137,16 @@ class Exchanges:
             if observer is not None:
                 decisions = observer.of_layers(4 * num_tokens * self._hidden, self._num_layers, phase)
                 logits = observer.of_logits(4 * num_tokens * self._ranks.part(self._logits), phase)
-            found = [(self._exchange(each.backend, each.backend), each.pieces) for each in decisions[:-1]]
-            found.append((self._exchange(decisions[-1].backend, logits.backend), decisions[-1].pieces))
+            gatherings = [*(each.backend for each in decisions[:-1]), logits.backend]
+            is_open = observer is not None and self._has_halves and num_tokens > 1
+            is_open = is_open and any(each.pieces is None for each in decisions)
+            found = {
+                pieces: [
+                    LayerExchange(self._exchange(each.backend, gathering), each.pieces or pieces, each.fused)
+                    for each, gathering in zip(decisions, gatherings, strict=True)
+                ]
+                for pieces in ((1, 2) if is_open else (1,))
+            }
             if len(self._known) < MOST_KNOWN:
                 self._known[key] = found
         return found
@@ -153,6 +185,11 @@ class Exchanges:
             whole.copy_(parts.transpose(0, 1).flatten(1)[:, :columns])
 
         return _core.CallbackExchange(add_up, begin_sum, gather)
+
+
+def _sort(num_tokens: int, phase: str) -> tuple[str, int]:
+    """Return steps that are alike. Sizes of prompts seldom come again, those of decode steps do."""
+    return phase, num_tokens if phase == "decode" else sort_bytes(num_tokens)
 
 
 def _observer() -> Any:
