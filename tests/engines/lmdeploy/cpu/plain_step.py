@@ -219,7 +219,7 @@ class Step:
             "table_width": tables.shape[1], "angles": table.data_ptr(), "num_angles": len(table),
             "positions": positions.data_ptr(), "hidden": hidden.data_ptr(), "sharing": "always" if shares else "never",
         }  # fmt: skip
-        self.drawn, self.fault, self.prompt_blocks = decoder.run(team, tensors | self.change, wishes, sparse)
+        self.drawn, self.fault, self.prompt_blocks, _ = decoder.run(team, tensors | self.change, wishes, sparse)
         return list(hidden.split(new))
 
 
