@@ -23,6 +23,7 @@ from sagellm.engines.base import SamplingParams
 from sagellm.engines.lmdeploy import worker_processes
 from sagellm.engines.lmdeploy.contract.architectures import ARCHITECTURES, write_model
 from sagellm.engines.lmdeploy.workers import Pickling, Watch, failure_of
+from sagellm.models import find_model
 from sagellm.replay.schedule.verify import verify_schedule
 from sagellm.scheduler_ir.graph import IRGraph
 from sagellm.scheduler_ir.nodes import IRNode, NodeType
@@ -418,6 +419,23 @@ def test_few_bits_and_sparse_attention_are_split(two_workers, start_engine, sett
     alone = answers(start_engine(model=model, **settings), CROWD)
     for plugins in ((), (HALVES,)):
         assert answers(two_workers(*plugins, model=model, **settings), CROWD) == alone
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name, workers, tokens", [("smollm2", 3, 12), ("demo", 4, 40)])
+@pytest.mark.parametrize("plugins", [(), (HALVES,)], ids=["whole", "halves"])
+def test_more_workers_than_cores_give_the_tokens_of_one_process(start_engine, name, workers, tokens, plugins):
+    """Nine heads and three key heads are split by three, those of the demo model by four."""
+    model = find_model(name).prepare()
+    prompts = [[*range(1000 + 7 * row, 1000 + 7 * row + 5 * row + 3)] for row in range(4)] if name == "smollm2" else CROWD[:4]
+    params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+    config = {"model": model, "dtype": "float32", "kv_blocks": 40}
+    alone, split = (
+        [each.token_ids for each in engine.generate(prompts, params)]
+        for engine in (start_engine(**config), start_engine(*plugins, tensor_parallel=workers, **config))
+    )
+    assert split == alone
 
 
 def test_each_worker_copies_blocks_of_branches(two_workers, start_engine):
