@@ -183,14 +183,19 @@ inline float weigh(float* scores, int count, float top) {
 
 // Adds up each of WIDTH vectors: result[i] is the sum of values[i].
 inline Vec add_up(Vec (&values)[WIDTH]) {
-  const IVec even = indices([](int i) { return 2 * i; }), odd = even + 1;
-  for (int left = WIDTH; left > 1; left /= 2) {
+  // With AVX2 a shuffle of two vectors that crosses their halves is three instructions, so halves are joined last.
+  constexpr bool kJoinsHalves = WIDTH == 8;
+  const IVec even = indices([](int i) { return kJoinsHalves ? i / 4 * 4 + i % 2 * 2 + i / 2 % 2 * WIDTH : 2 * i; });
+  const IVec odd = even + 1;
+  for (int left = WIDTH; left > (kJoinsHalves ? 2 : 1); left /= 2) {
     for (int i = 0; i < left / 2; ++i) {
       const Vec a = values[2 * i], b = values[2 * i + 1];
       values[i] = __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, odd);
     }
   }
-  return values[0];
+  if constexpr (!kJoinsHalves) return values[0];
+  const IVec low = indices([](int i) { return i + i / (WIDTH / 2) * (WIDTH / 2); }), high = low + WIDTH / 2;
+  return __builtin_shuffle(values[0], values[1], low) + __builtin_shuffle(values[0], values[1], high);
 }
 
 // Turns `size` rows of as many words into columns; where vectors hold several such squares, each by itself. The shuffles are
@@ -237,10 +242,12 @@ void score_keys(int num_rows, const typename T::Input* const* queries, const typ
   const typename T::Input* of_rows[rows];
   std::copy_n(queries, rows, of_rows);
   Vec products[rows][WIDTH];
-  for (int j = 0; j < WIDTH; ++j) {
-    Vec sums[rows]{};
-    T::template dots<rows>(of_rows, keys[j], fixed > 0 ? fixed : size, sums);
-    for (int r = 0; r < rows; ++r) products[r][j] = sums[r];
+  for (int j = 0; j < WIDTH; j += T::kKeysAtOnce) {
+    const typename T::Weight* some[T::kKeysAtOnce];
+    std::copy_n(keys + j, T::kKeysAtOnce, some);
+    Vec sums[rows][T::kKeysAtOnce]{};
+    T::template dots<rows>(of_rows, some, fixed > 0 ? fixed : size, sums);
+    for (int r = 0; r < rows; ++r) std::copy_n(sums[r], T::kKeysAtOnce, products[r] + j);
   }
   for (int r = 0; r < rows; ++r) store(scores + r * wide, add_up(products[r]));
 }
@@ -332,8 +339,10 @@ void attend_few(const Attend& task, float* out, float* max, float* sums, char* s
   using Weight = typename T::Weight;
   using Input = typename T::Input;
   const int rows = task.tokens * task.share, size = task.head_size, count = task.end - task.begin;
-  const int wide = padded(count, WIDTH), group = std::min(WIDTH, 1 << task.block_shift);
   const bool is_plain = task.format == Format::kPlain;
+  // Adjacent tokens whose values are added together: in the cache they lie side by side, decoded ones have so much room.
+  const int most = is_plain && task.depths == nullptr ? kSplit : WIDTH;
+  const int wide = padded(count, WIDTH), group = std::min(most, 1 << task.block_shift);
   const std::size_t stride = is_plain ? task.slot_stride / sizeof(Weight) : static_cast<std::size_t>(size);
   const std::size_t slot_bytes = static_cast<std::size_t>(task.heads) * bytes_of_head(task.format, size, sizeof(Weight));
   const auto all_rows = static_cast<std::size_t>(task.heads * rows);

@@ -1,8 +1,8 @@
 // Attention in whole numbers over keys and values of few bits. For `kernels_impl.h` alone, which says what it is compiled for.
 //
-// An instruction (vpdpbusd) adds up four products of codes without sign and of whole numbers of 8 bits. A query, and the
-// weights of the values, are rounded to 15 bits, in two halves of 8. That is more exact than bfloat16, so the error is that of
-// the cache.
+// A query, and the weights of the values, are rounded to 15 bits. That is more exact than bfloat16, so the error is that of the
+// cache. With AVX-512 an instruction (vpdpbusd) adds up four products of codes without sign and of whole numbers of 8 bits, so
+// numbers are in two halves of 8 bits. With AVX2 one (vpmaddwd) adds up two products of 16 bits: codes are widened.
 #pragma once
 
 #include "attention_columns_impl.h"
@@ -10,19 +10,45 @@
 
 namespace sage::cpu::NAMESPACE {
 
+#if defined(__AVX512VNNI__) || (defined(__AVX2__) && !defined(__AVX512F__))
+#define WHOLE_NUMBERS
+
+constexpr int kLowBits = 7;                // of the lower half
+constexpr float kWhole = 127 << kLowBits;  // the largest whole number
+constexpr int kWholePart = WIDTH * 4;      // numbers of a head that are computed together
+constexpr int kWholeRows = 3;              // rows whose sums lie in registers
+constexpr int kMaxWhole = 512;             // numbers of a head: sums of more might exceed 31 bits
+
+inline IVec broadcast_word(const std::int8_t* from) {
+  std::int32_t word;
+  std::memcpy(&word, from, 4);
+  return IVec{} + word;
+}
+
+inline IVec low_codes(IVec pairs) { return pairs & 0x0f0f0f0f; }
+inline IVec high_codes(IVec pairs) { return (pairs >> 4) & 0x0f0f0f0f; }
+
 #ifdef __AVX512VNNI__
 
-constexpr int kLowBits = 7;                     // of the lower half
-constexpr float kWhole = 127 << kLowBits;       // the largest whole number
-constexpr int kWholePart = 64;                  // numbers of a head that are computed together
-constexpr int kWholeRows = 3;                   // rows whose sums lie in registers
+// Codes, four in a lane.
+using Codes = IVec;
+inline Codes codes_of(IVec words) { return words; }
 
-inline IVec add_codes(IVec total, IVec codes, const std::int8_t* numbers) {
-  std::int32_t group;
-  std::memcpy(&group, numbers, 4);
+inline IVec add_codes(IVec total, Codes codes, const std::int8_t* numbers) {
   return reinterpret_cast<IVec>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(total), reinterpret_cast<__m512i>(codes),
-                                                    _mm512_set1_epi32(group)));
+                                                    reinterpret_cast<__m512i>(broadcast_word(numbers))));
 }
+
+// Sums of codes times whole numbers: of their halves.
+struct Products {
+  IVec of_high{}, of_low{};
+
+  void add(Codes codes, const std::int8_t* high, const std::int8_t* low) {
+    of_high = add_codes(of_high, codes, high);
+    of_low = add_codes(of_low, codes, low);
+  }
+  Vec numbers() const { return __builtin_convertvector((of_high << kLowBits) + of_low, Vec); }
+};
 
 inline void store_codes(std::int8_t* to, IVec numbers) {
   typedef std::int8_t Narrow __attribute__((vector_size(WIDTH)));
@@ -35,8 +61,26 @@ inline __m512i joined(__m256i low, __m256i high) {
   return _mm512_maskz_inserti64x4(0xff, _mm512_castsi256_si512(low), high, 1);
 }
 
-inline IVec low_codes(IVec pairs) { return pairs & 0x0f0f0f0f; }
-inline IVec high_codes(IVec pairs) { return (pairs >> 4) & 0x0f0f0f0f; }
+// Vectors of bytes, and of pairs of bytes, in turn.
+inline IVec low_bytes(IVec a, IVec b) {
+  return reinterpret_cast<IVec>(_mm512_unpacklo_epi8(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
+}
+inline IVec high_bytes(IVec a, IVec b) {
+  return reinterpret_cast<IVec>(_mm512_unpackhi_epi8(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
+}
+inline IVec low_pairs(IVec a, IVec b) {
+  return reinterpret_cast<IVec>(_mm512_unpacklo_epi16(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
+}
+inline IVec high_pairs(IVec a, IVec b) {
+  return reinterpret_cast<IVec>(_mm512_unpackhi_epi16(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
+}
+
+// WIDTH whole numbers to halves.
+inline void store_whole(IVec whole, std::int8_t* high, std::int8_t* low) {
+  const IVec half = (whole + (1 << (kLowBits - 1))) >> kLowBits;
+  store_codes(high, half);
+  store_codes(low, whole - (half << kLowBits));
+}
 
 // 2^x for x up to 0, within 3e-7 of it; 0 for -infinity. Taylor's series of what is left of x beside the nearest whole.
 inline Vec power_of_two(Vec x) {
@@ -53,7 +97,69 @@ inline Vec power_of_two(Vec x) {
   return reinterpret_cast<Vec>(_mm512_maskz_scalef_ps(is_seen, reinterpret_cast<__m512>(power), whole));
 }
 
-// Whole numbers of rows: unit * (high * 2^kLowBits + low).
+#else
+
+// Codes of 16 bits: those of the even places of each word of four, and those of the odd ones.
+struct Codes {
+  IVec even, odd;
+};
+inline Codes codes_of(IVec words) { return {words & 0x00ff00ff, (words >> 8) & 0x00ff00ff}; }
+
+inline IVec multiply_codes(IVec codes, const std::int8_t* numbers) {
+  return reinterpret_cast<IVec>(
+      _mm256_madd_epi16(reinterpret_cast<__m256i>(codes), reinterpret_cast<__m256i>(broadcast_word(numbers))));
+}
+
+// Sums of codes times whole numbers.
+struct Products {
+  IVec all{};
+
+  void add(const Codes& codes, const std::int8_t* even, const std::int8_t* odd) {
+    all += multiply_codes(codes.even, even) + multiply_codes(codes.odd, odd);
+  }
+  Vec numbers() const { return __builtin_convertvector(all, Vec); }
+};
+
+// Vectors of bytes, and of pairs of bytes, in turn, in each half.
+inline IVec low_bytes(IVec a, IVec b) {
+  return reinterpret_cast<IVec>(_mm256_unpacklo_epi8(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+}
+inline IVec high_bytes(IVec a, IVec b) {
+  return reinterpret_cast<IVec>(_mm256_unpackhi_epi8(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+}
+inline IVec low_pairs(IVec a, IVec b) {
+  return reinterpret_cast<IVec>(_mm256_unpacklo_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+}
+inline IVec high_pairs(IVec a, IVec b) {
+  return reinterpret_cast<IVec>(_mm256_unpackhi_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+}
+
+// WIDTH whole numbers, of 16 bits each, to those of the even places of each four and those of the odd ones.
+inline void store_whole(IVec whole, std::int8_t* even, std::int8_t* odd) {
+  const IVec first = __builtin_shuffle(whole, IVec{0, 4, 1, 5, 0, 4, 1, 5}),
+             second = __builtin_shuffle(whole, IVec{2, 6, 3, 7, 2, 6, 3, 7});
+  const IVec words = (first & 0xffff) | (second << 16);
+  std::memcpy(even, &words, 8);
+  std::memcpy(odd, reinterpret_cast<const char*>(&words) + 8, 8);
+}
+
+// 2^x for x up to 0, within 3e-7 of it; 0 below -126. Taylor's series of what is left of x beside the nearest whole.
+inline Vec power_of_two(Vec x) {
+  const IVec is_large = x >= -126.f;
+  const Vec kept = is_large ? x : Vec{}, whole = nearest(kept), rest = kept - whole;
+  Vec power = rest * 1.5403530e-4f + 1.3333558e-3f;
+  power = power * rest + 9.6181291e-3f;
+  power = power * rest + 5.5504109e-2f;
+  power = power * rest + 2.4022651e-1f;
+  power = power * rest + 6.9314718e-1f;
+  power = power * rest + 1.f;
+  const IVec exponent = __builtin_convertvector(whole, IVec) << 23;
+  return as_float((as_bits(power) + exponent) & is_large);
+}
+
+#endif
+
+// Whole numbers of rows, times `units`, in two parts as `store_whole` cuts them.
 struct Whole {
   std::int8_t *high, *low;  // [rows][stride]
   std::size_t stride;
@@ -98,17 +204,14 @@ struct Whole {
   }
 
   void put(int row, int i, Vec numbers) const {
-    const IVec whole = __builtin_convertvector(numbers, IVec), half = (whole + (1 << (kLowBits - 1))) >> kLowBits;
-    store_codes(high_of(row) + i, half);
-    store_codes(low_of(row) + i, whole - (half << kLowBits));
+    store_whole(__builtin_convertvector(numbers, IVec), high_of(row) + i, low_of(row) + i);
   }
 };
 
-inline Vec whole_of(IVec high, IVec low) { return __builtin_convertvector((high << kLowBits) + low, Vec); }
-
 inline bool takes_whole(const Attend& task) {
+  if (task.head_size > kMaxWhole) return false;
   if (task.format == Format::kLevels8) return task.head_size % kWholePart == 0;
-  return task.format == Format::kLevels4 && (task.head_size == kWholePart || task.head_size % (2 * kWholePart) == 0);
+  return task.format == Format::kLevels4 && (task.head_size == 64 || task.head_size % (2 * kWholePart) == 0);
 }
 
 // Scales and zero points of all heads of tokens [begin, end), [heads][wide] of each, 0 beyond the end.
@@ -126,12 +229,20 @@ inline void read_scales(const Attend& task, const char* scales, float* to, float
       const char* at = scales_at(task, scales, task.begin + i);
       for (int head = 0; head < heads; ++head) {
         const IVec place = lanes * heads + head, vector = place / WIDTH;
+#ifdef __AVX512VNNI__
         __m512i pairs = _mm512_setzero_si512();
         for (int v = 0; v < heads; ++v) {
           const __mmask16 is_here = _mm512_cmpeq_epi32_mask(reinterpret_cast<__m512i>(vector), _mm512_set1_epi32(v));
           pairs = _mm512_mask_permutexvar_epi32(pairs, is_here, reinterpret_cast<__m512i>(place),
                                                 reinterpret_cast<__m512i>(load_words(at + v * WIDTH * 4)));
         }
+#else
+        IVec pairs{};
+        for (int v = 0; v < heads; ++v) {
+          const IVec here = __builtin_shuffle(load_words(at + v * WIDTH * 4), place);
+          pairs = vector == v ? here : pairs;
+        }
+#endif
         put(i, head, reinterpret_cast<IVec>(pairs));
       }
       continue;
@@ -148,50 +259,66 @@ inline void read_scales(const Attend& task, const char* scales, float* to, float
   }
 }
 
-// Scores of kKeyGroup keys for `rows` queries from `row` on, to scores[row][0..WIDTH). The keys lie at `places`.
+// Scores of kKeyGroup keys for `rows` queries from `row` on, to scores[row][0..kKeyGroup). The keys' slots lie at `places`.
 template <Format format, int rows>
-void score_whole(const char* keys, const std::size_t* places, const Whole& queries, int row, int size, Vec scales, Vec zeros,
-                 float* scores, int wide) {
-  IVec high[rows]{}, low[rows]{};
+void score_whole(const char* keys, const std::size_t* places, const Whole& queries, int row, int size, const float* scales,
+                 const float* zeros, float* scores, int wide) {
+  constexpr int kVectorsOfKeys = kKeyGroup / WIDTH;
+  Products products[rows][kVectorsOfKeys];
   const int head_words = size / (format == Format::kLevels4 ? 8 : 4);
+  int place = 0, at = 0;  // a slot, and the word in it
   for (int word = 0; word < head_words; ++word) {
-    IVec codes;
-    if (head_words % WIDTH == 0) {
-      codes = load_words(keys + places[word * WIDTH / head_words] + word * WIDTH % head_words * 4);
-    } else {  // half a vector a token
-      codes = reinterpret_cast<IVec>(joined(half_at(keys + places[2 * word]), half_at(keys + places[2 * word + 1])));
+    IVec words[kVectorsOfKeys];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectorsOfKeys; ++v, at += WIDTH) {
+      for (; at >= head_words; at -= head_words) ++place;
+#ifdef __AVX512VNNI__
+      if (head_words < WIDTH)  // half a vector a slot
+        words[v] = reinterpret_cast<IVec>(joined(half_at(keys + places[place]), half_at(keys + places[place + 1])));
+      else
+#endif
+        words[v] = load_words(keys + places[place] + at * 4);
     }
     for (int part = 0; part < (format == Format::kLevels4 ? 2 : 1); ++part) {
-      const IVec of_part = format != Format::kLevels4 ? codes : part == 0 ? low_codes(codes) : high_codes(codes);
-      const int at = part * (size / 2) + 4 * word;
+      const int number = part * (size / 2) + 4 * word;
+      Codes codes[kVectorsOfKeys];
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectorsOfKeys; ++v) {
+        codes[v] = codes_of(format != Format::kLevels4 ? words[v] : part == 0 ? low_codes(words[v]) : high_codes(words[v]));
+      }
 #pragma GCC unroll 4
       for (int r = 0; r < rows; ++r) {
-        high[r] = add_codes(high[r], of_part, queries.high_of(row + r) + at);
-        low[r] = add_codes(low[r], of_part, queries.low_of(row + r) + at);
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectorsOfKeys; ++v) {
+          products[r][v].add(codes[v], queries.high_of(row + r) + number, queries.low_of(row + r) + number);
+        }
       }
     }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < rows; ++r) {
-    const Vec products = whole_of(high[r], low[r]) - zeros * queries.sums[row + r];
-    store(scores + (row + r) * wide, products * scales * queries.units[row + r]);
+    for (int v = 0; v < kVectorsOfKeys; ++v) {
+      const Vec of_row = products[r][v].numbers() - load(zeros + v * WIDTH) * queries.sums[row + r];
+      store(scores + (row + r) * wide + v * WIDTH, of_row * load(scales + v * WIDTH) * queries.units[row + r]);
+    }
   }
 }
 
 // Codes [part, part + kWholePart) of a head of a token, in order.
 template <Format format>
-__m512i codes_at(const char* head, int part, int size) {
+IVec codes_at(const char* head, int part, int size) {
   if constexpr (format == Format::kLevels8) {
-    return _mm512_loadu_si512(head + part);
+    return load_words(head + part);
   } else {
-    const __m512i mask = _mm512_set1_epi8(15);
+#ifdef __AVX512VNNI__
     if (size == kWholePart) {
       const __m256i pairs = half_at(head);
-      return _mm512_and_si512(joined(pairs, _mm256_srli_epi16(pairs, 4)), mask);
+      return low_codes(reinterpret_cast<IVec>(joined(pairs, _mm256_srli_epi16(pairs, 4))));
     }
+#endif
     const int half = size / 2;
-    const __m512i pairs = _mm512_loadu_si512(head + part % half);
-    return _mm512_and_si512(part < half ? pairs : _mm512_srli_epi16(pairs, 4), mask);
+    const IVec pairs = load_words(head + part % half);
+    return part < half ? low_codes(pairs) : high_codes(pairs);
   }
 }
 
@@ -199,35 +326,30 @@ __m512i codes_at(const char* head, int part, int size) {
 template <Format format, int rows>
 void add_whole(const char* values, const std::size_t* places, int count, const Whole& weights, int row, int part, int size,
                float* out) {
-  IVec high[rows][4]{}, low[rows][4]{};
+  Products products[rows][4];
   for (int i = 0; i < count; i += 4) {
-    __m512i of_token[4];
+    IVec of_token[4];
 #pragma GCC unroll 4
     for (int t = 0; t < 4; ++t) {  // whatever lies beyond the last token has no weight
       of_token[t] = codes_at<format>(values + places[i + t], part, size);
     }
-    const __m512i first_low = _mm512_unpacklo_epi8(of_token[0], of_token[1]),
-                  first_high = _mm512_unpackhi_epi8(of_token[0], of_token[1]),
-                  second_low = _mm512_unpacklo_epi8(of_token[2], of_token[3]),
-                  second_high = _mm512_unpackhi_epi8(of_token[2], of_token[3]);
+    const IVec first_low = low_bytes(of_token[0], of_token[1]), first_high = high_bytes(of_token[0], of_token[1]),
+               second_low = low_bytes(of_token[2], of_token[3]), second_high = high_bytes(of_token[2], of_token[3]);
     // Four tokens of a number side by side. Of 16 numbers each vector has 4.
-    const IVec groups[4] = {reinterpret_cast<IVec>(_mm512_unpacklo_epi16(first_low, second_low)),
-                            reinterpret_cast<IVec>(_mm512_unpackhi_epi16(first_low, second_low)),
-                            reinterpret_cast<IVec>(_mm512_unpacklo_epi16(first_high, second_high)),
-                            reinterpret_cast<IVec>(_mm512_unpackhi_epi16(first_high, second_high))};
+    const Codes groups[4] = {codes_of(low_pairs(first_low, second_low)), codes_of(high_pairs(first_low, second_low)),
+                             codes_of(low_pairs(first_high, second_high)), codes_of(high_pairs(first_high, second_high))};
 #pragma GCC unroll 4
     for (int r = 0; r < rows; ++r) {
 #pragma GCC unroll 4
       for (int v = 0; v < 4; ++v) {
-        high[r][v] = add_codes(high[r][v], groups[v], weights.high_of(row + r) + i);
-        low[r][v] = add_codes(low[r][v], groups[v], weights.low_of(row + r) + i);
+        products[r][v].add(groups[v], weights.high_of(row + r) + i, weights.low_of(row + r) + i);
       }
     }
   }
   for (int r = 0; r < rows; ++r) {
     for (int v = 0; v < 4; ++v) {
-      const Vec numbers = (whole_of(high[r][v], low[r][v]) - weights.sums[row + r]) * weights.units[row + r];
-      for (int lane = 0; lane < 4; ++lane) {
+      const Vec numbers = (products[r][v].numbers() - weights.sums[row + r]) * weights.units[row + r];
+      for (int lane = 0; lane < WIDTH / 4; ++lane) {
         std::memcpy(out + (row + r) * size + part + lane * 16 + v * 4,
                     reinterpret_cast<const char*>(&numbers) + lane * 16, 16);
       }
@@ -235,10 +357,10 @@ void add_whole(const char* values, const std::size_t* places, int count, const W
   }
 }
 
-template <Format format>
+template <class T, Format format>
 void attend_whole(const Attend& task, float* out, float* max, float* sums, char* scratch) {
   const int rows = task.tokens * task.share, size = task.head_size, count = task.end - task.begin;
-  const int wide = padded(count, WIDTH);
+  const int wide = padded(count, kKeyGroup);
   const auto r_count = static_cast<std::size_t>(rows), w_count = static_cast<std::size_t>(wide),
              s_count = static_cast<std::size_t>(size);
   const std::size_t head_bytes = bytes_of_head(format, size, 0);
@@ -290,16 +412,16 @@ void attend_whole(const Attend& task, float* out, float* max, float* sums, char*
     std::fill_n(sums, rows, 0.f);
     if (!is_seen) continue;
     for (int row = 0; row < rows; ++row) {
-      const auto* query = static_cast<const std::uint16_t*>(task.query) +
+      const auto* query = static_cast<const typename T::Input*>(task.query) +
                           static_cast<std::size_t>(row / task.share) * task.query_stride +
                           static_cast<std::size_t>((head * task.share + row % task.share) * size);
-      for (int i = 0; i < size; ++i) numbers[i] = widen(query[i]);
+      for (int i = 0; i < size; ++i) numbers[i] = T::to_float(query[i]);
       queries.round(row, numbers, size);
     }
-    for (int i = 0; i < wide; i += WIDTH) {
+    for (int i = 0; i < wide; i += kKeyGroup) {
       each_group([&](int row, int here) {
         const auto score = here == 3 ? score_whole<format, 3> : here == 2 ? score_whole<format, 2> : score_whole<format, 1>;
-        score(keys, places + i, queries, row, size, load(scales + i), load(zeros + i), scores + i, wide);
+        score(keys, places + i, queries, row, size, scales + i, zeros + i, scores + i, wide);
       });
     }
     const float largest_of_all = largest(value_scales, count);
@@ -345,10 +467,11 @@ void attend(const Attend& task, float* out, float* max, float* sums, char* scrat
 #endif
       return attend_many<T>(task, out, max, sums, scratch);
   }
-#ifdef __AVX512VNNI__
-  if constexpr (T::kInputs == Type::kBFloat16) {
+#ifdef WHOLE_NUMBERS
+  if constexpr (T::kWeights == Type::kBFloat16 && (WIDTH == 8 || T::kInputs == Type::kBFloat16)) {
     if (takes_whole(task)) {
-      const auto attend_of = task.format == Format::kLevels4 ? attend_whole<Format::kLevels4> : attend_whole<Format::kLevels8>;
+      const auto attend_of =
+          task.format == Format::kLevels4 ? attend_whole<T, Format::kLevels4> : attend_whole<T, Format::kLevels8>;
       return attend_of(task, out, max, sums, scratch);
     }
   }

@@ -318,9 +318,10 @@ void multiply_strip(int num_rows, const typename T::Input* queries, const typena
   }
   const typename T::Input* of_rows[rows];
   for (int row = 0; row < rows; ++row) of_rows[row] = queries + row * count;
-  Vec totals[rows]{};
-  T::template dots<rows>(of_rows, keys, count, totals);
-  for (int row = 0; row < rows; ++row) to[row * wide] = sum(totals[row]);
+  const typename T::Weight* const one[] = {keys};
+  Vec totals[rows][1]{};
+  T::template dots<rows>(of_rows, one, count, totals);
+  for (int row = 0; row < rows; ++row) to[row * wide] = sum(totals[row][0]);
 }
 
 // A strip of queries meets a strip of keys along the antidiagonal: the first query meets the last key, the second the last but

@@ -79,9 +79,8 @@ Vec number_of_code(IVec code) {
   if constexpr (format != Format::kFloat8) {
     return __builtin_convertvector(code, Vec);
   } else {
-    const IVec size = code & 0x7f;
-    const Vec normal = as_float((size << 20) + kFloat8Exponent), small = __builtin_convertvector(size, Vec) * 0x1p-9f;
-    return as_float(as_bits(size < 8 ? small : normal) | ((code & 0x80) << 24));
+    // The bits of a float that is 2^120 times less; those of one without an exponent, too.
+    return as_float(((code << 24) >> 4) & static_cast<std::int32_t>(0x87f00000)) * 0x1p120f;
   }
 }
 

@@ -23,7 +23,7 @@ inline std::size_t place_of(int v, std::size_t run_bytes) {
   return static_cast<std::size_t>(v * WIDTH / kLanes) * run_bytes + static_cast<std::size_t>(v * WIDTH % kLanes * 4);
 }
 
-constexpr float kLeastFloat8 = 0x1p-9f / (1 << kFloat8Shift);
+constexpr float kFloat8Unit = 0x1p120f / (1 << kFloat8Shift);
 
 constexpr int kFusedRows = 4;  // rows for which levels are decoded as they are multiplied, not into a tile first
 
@@ -32,6 +32,8 @@ inline Vec from_halves(const std::uint16_t* from) {
   __m256i halves;
   std::memcpy(&halves, from, sizeof(halves));
   return reinterpret_cast<Vec>(_mm512_maskz_cvtph_ps(0xffff, halves));  // the plain one warns in GCC 12
+#elif defined(__AVX2__)
+  return reinterpret_cast<Vec>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 #else
   IVec bits;
   for (int i = 0; i < WIDTH; ++i) bits[i] = from[i];
@@ -55,6 +57,12 @@ IVec high_of(const char* high, int number) {
 
 inline const char* high_words(const char* words, int block) { return words + static_cast<std::size_t>(block / 8 * kLanes * 4); }
 
+// Asks for the line of a tile two blocks ahead. Few lines are under way else: the levels of one take many instructions, and a
+// processor sees a few hundred of these ahead. On a Zen 3 without it a step of one request took 1.4 times as long.
+inline void fetch(const char* line) {
+  if constexpr (WIDTH == 8) __builtin_prefetch(line + 34 * 64);
+}
+
 // Number `at` of the levels in each lane's word: 8 of up to 6 bits, adjacent ones in different halves of the word, or 4 of 8
 // bits, of which floats of 8 bits lie in different halves too.
 template <Format format>
@@ -68,10 +76,9 @@ Vec level_of(IVec words, IVec high, int at) {
   } else if constexpr (format == Format::kLevels8) {
     return __builtin_convertvector((words << (24 - 8 * at)) >> 24, Vec);
   } else {
-    const IVec byte = words >> (16 * (at % 2) + 8 * (at / 2)), size = byte & 0x7f;
-    const Vec normal = as_float((size << 20) + ((127 - kFloat8Bias - kFloat8Shift) << 23));
-    const Vec small = __builtin_convertvector(size, Vec) * kLeastFloat8;
-    return as_float(as_bits(size < 8 ? small : normal) | ((byte & 0x80) << 24));
+    // The bits of a float that is 2^120 times less; those of one without an exponent, too.
+    const IVec bits = ((words << (24 - 16 * (at % 2) - 8 * (at / 2))) >> 4) & static_cast<std::int32_t>(0x87f00000);
+    return as_float(bits) * kFloat8Unit;
   }
 }
 
@@ -140,6 +147,7 @@ void multiply_block(const typename T::Input* input, std::size_t stride, const ch
     for (int v = 0; v < kRunVectors; ++v) sums[r][v] = Vec{};
   }
   for (int i = 0; i < block; i += kLevels, words += kLanes * 4) {
+    fetch(words);
     for (int v = 0; v < kRunVectors; ++v) {
       const IVec lanes = load_words(words + v * WIDTH * 4);
       const IVec high = high_of<bits_of(format)>(further + v * WIDTH * 4, i / kLevels);

@@ -190,9 +190,11 @@ void multiply_whole(const RoundedRows& rounded, const char* tile, int first, int
 #pragma GCC unroll 4
       for (int v = 0; v < vectors; ++v) products[r][v] = bits == 8 ? moved_up(rounded.of(r, b).sum) : IVec{};
     }
+    fetch(tile + place_of(first, run_bytes));
     const char *words = tile + kLanes * 4, *levels = rounded.block(b, block), *further = high_words(words, block);
     for (int i = 0; i < block; i += kLevels, words += kLanes * 4) {
       IVec lanes[vectors], high[vectors];
+      fetch(words + place_of(first, run_bytes));
       for (int v = 0; v < vectors; ++v) {
         lanes[v] = load_words(words + place_of(first + v, run_bytes));
         high[v] = high_of<bits>(further + place_of(first + v, run_bytes), i / kLevels);

@@ -128,16 +128,22 @@ struct Float32 {  // float32 weights
 
   // Attention. A query's numbers are brought into the order in which `dots` meets a key's.
   static void arrange(const Input* query, int size, Input* to) { std::copy_n(query, size, to); }
-  // sums[r]: query r times the key, as a vector that is still to be added up.
-  template <int rows>
-  static void dots(const Input* const (&queries)[rows], const Weight* key, int size, Vec (&sums)[rows]) {
+  // sums[r][k]: query r times key k, as a vector that is still to be added up.
+  static constexpr int kKeysAtOnce = 1;
+  template <int rows, int num_keys>
+  static void dots(const Input* const (&queries)[rows], const Weight* const (&keys)[num_keys], int size,
+                   Vec (&sums)[rows][num_keys]) {
     int i = 0;
     for (; i + WIDTH <= size; i += WIDTH) {
-      const Vec numbers = load(key + i);
-      for (int r = 0; r < rows; ++r) sums[r] += load(queries[r] + i) * numbers;
+      for (int k = 0; k < num_keys; ++k) {
+        const Vec numbers = load(keys[k] + i);
+        for (int r = 0; r < rows; ++r) sums[r][k] += load(queries[r] + i) * numbers;
+      }
     }
     for (; i < size; ++i) {
-      for (int r = 0; r < rows; ++r) sums[r][0] += queries[r][i] * key[i];
+      for (int k = 0; k < num_keys; ++k) {
+        for (int r = 0; r < rows; ++r) sums[r][k][0] += queries[r][i] * keys[k][i];
+      }
     }
   }
   // sums[r] += weights[r] . values of kNumbers numbers of `count` tokens, in an order that `in_order` undoes.
@@ -196,19 +202,31 @@ struct BFloat16 {  // bfloat16 weights, float32 inputs
     }
     std::copy_n(query + i, size - i, to + i);
   }
-  template <int rows>
-  static void dots(const Input* const (&queries)[rows], const Weight* key, int size, Vec (&sums)[rows]) {
+  // A query is read once for two keys: with AVX2 it does not fit into registers.
+  static constexpr int kKeysAtOnce = WIDTH == 8 ? 2 : 1;
+  template <int rows, int num_keys>
+  static void dots(const Input* const (&queries)[rows], const Weight* const (&keys)[num_keys], int size,
+                   Vec (&sums)[rows][num_keys]) {
     int i = 0;
     for (; i + 2 * WIDTH <= size; i += 2 * WIDTH) {
-      const IVec pairs = load_words(key + i);
-      const Vec even = low_half(pairs), odd = high_half(pairs);
+      Vec even[num_keys], odd[num_keys];
+      for (int k = 0; k < num_keys; ++k) {
+        const IVec pairs = load_words(keys[k] + i);
+        even[k] = low_half(pairs);
+        odd[k] = high_half(pairs);
+      }
       for (int r = 0; r < rows; ++r) {
-        sums[r] += load(queries[r] + i) * even;
-        sums[r] += load(queries[r] + i + WIDTH) * odd;
+        const Vec first = load(queries[r] + i), second = load(queries[r] + i + WIDTH);
+        for (int k = 0; k < num_keys; ++k) {
+          sums[r][k] += first * even[k];
+          sums[r][k] += second * odd[k];
+        }
       }
     }
     for (; i < size; ++i) {
-      for (int r = 0; r < rows; ++r) sums[r][i % WIDTH] += queries[r][i] * widen(key[i]);
+      for (int k = 0; k < num_keys; ++k) {
+        for (int r = 0; r < rows; ++r) sums[r][k][i % WIDTH] += queries[r][i] * widen(keys[k][i]);
+      }
     }
   }
   static constexpr int kNumbers = 4 * WIDTH;
@@ -216,15 +234,14 @@ struct BFloat16 {  // bfloat16 weights, float32 inputs
   static void add_values(const Input* weights, std::size_t wide, int count, const Weight* value, std::size_t stride,
                          Vec (&sums)[rows][4]) {
     for (int i = 0; i < count; ++i, value += stride) {
-      Vec numbers[4];
       for (int v = 0; v < 4; v += 2) {
         const IVec pairs = load_words(value + v * WIDTH);
-        numbers[v] = low_half(pairs);
-        numbers[v + 1] = high_half(pairs);
-      }
-      for (int r = 0; r < rows; ++r) {
-        const Vec weight = broadcast(weights[static_cast<std::size_t>(r) * wide + static_cast<std::size_t>(i)]);
-        for (int v = 0; v < 4; ++v) sums[r][v] += weight * numbers[v];
+        const Vec even = low_half(pairs), odd = high_half(pairs);
+        for (int r = 0; r < rows; ++r) {
+          const Vec weight = broadcast(weights[static_cast<std::size_t>(r) * wide + static_cast<std::size_t>(i)]);
+          sums[r][v] += weight * even;
+          sums[r][v + 1] += weight * odd;
+        }
       }
     }
   }
@@ -260,15 +277,20 @@ struct BFloat16Dot : BFloat16 {  // bfloat16 weights and inputs, products by vdp
   }
 
   static void arrange(const Input* query, int size, Input* to) { std::copy_n(query, size, to); }
-  template <int rows>
-  static void dots(const Input* const (&queries)[rows], const Weight* key, int size, Vec (&sums)[rows]) {
+  template <int rows, int num_keys>
+  static void dots(const Input* const (&queries)[rows], const Weight* const (&keys)[num_keys], int size,
+                   Vec (&sums)[rows][num_keys]) {
     int i = 0;
     for (; i + 2 * WIDTH <= size; i += 2 * WIDTH) {
-      const auto numbers = reinterpret_cast<__m512bh>(load_words(key + i));
-      for (int r = 0; r < rows; ++r) add(sums[r], reinterpret_cast<__m512bh>(load_words(queries[r] + i)), numbers);
+      for (int k = 0; k < num_keys; ++k) {
+        const auto numbers = reinterpret_cast<__m512bh>(load_words(keys[k] + i));
+        for (int r = 0; r < rows; ++r) add(sums[r][k], reinterpret_cast<__m512bh>(load_words(queries[r] + i)), numbers);
+      }
     }
     for (; i < size; ++i) {
-      for (int r = 0; r < rows; ++r) sums[r][i % WIDTH] += widen(queries[r][i]) * widen(key[i]);
+      for (int k = 0; k < num_keys; ++k) {
+        for (int r = 0; r < rows; ++r) sums[r][k][i % WIDTH] += widen(queries[r][i]) * widen(keys[k][i]);
+      }
     }
   }
   // Two tokens at a time, number by number. The weight of a token beyond the last one is 0.
