@@ -1,10 +1,11 @@
 """The layer itself, served: LMDeploy's own server with the CPU device alone, against ours with all patches and no plug-in.
 
-    python -m benchmarks.served [--model smollm2] [--rounds 8] [--out FILE]
+    python -m benchmarks.served [--model smollm2] [--tensor-parallel 2] [--rounds 8] [--out FILE]
 
 Both are up together and answer the same work in turn: requests at once that share prefixes in groups, with prompts that no
 earlier round had. LMDeploy's tree is the installed one less every patched line but those of 0006. Without these it has no CPU
-device.
+device. Prefix hits, and the share of a step in which workers wait for each other, are counted inside both servers by the same
+code (`served_probe.py`). MFU: operations of the tokens that were computed, by the machine's best rate of torch's products.
 """
 
 import random
@@ -16,16 +17,21 @@ import urllib.request
 from pathlib import Path
 
 import click
+import numpy as np
 
+from benchmarks import served_probe
 from benchmarks.contestants import paired_ratio, summary
 from benchmarks.errors import BenchmarkError
 from benchmarks.hook_overhead import write_bare_tree
+from benchmarks.metrics.compute import mfu
+from benchmarks.metrics.flops import Shape, peak_flops, read_shape, request_flops
 from benchmarks.models.real_text import model_folder
 from benchmarks.output import Output, spread, table, with_output
 from benchmarks.pd.client import Reply, Request, ask_all
-from benchmarks.pd.group import single_server
+from benchmarks.pd.group import Group
 from benchmarks.pd.prompts import prompt
 from benchmarks.processes import READY_S, ServerProcess, free_port, wait_until
+from sagellm.models import find_model
 
 REQUESTS, GROUPS, SHARED, OWN, NEW, AT_ONCE = 16, 4, 256, 64, 48, 4
 CONTEXT, BLOCK, PREFILL, STARTS = 2048, 64, 512, 10
@@ -33,15 +39,17 @@ OURS, THEIRS = "all patches, no plug-in", "LMDeploy, CPU device alone"
 
 
 class LMDeployServer(ServerProcess):
-    """LMDeploy's server from a tree, ready within its `with`."""
+    """LMDeploy's server, ready within its `with`. `env`: variables that let it find its tree."""
 
-    def __init__(self, tree: Path, folder: Path, name: str, threads: int) -> None:
+    def __init__(self, folder: Path, name: str, threads: int, workers: int, env: dict[str, str]) -> None:
         port = free_port()
         command = [sys.executable, "-m", "lmdeploy", "serve", "api_server", folder, "--backend", "pytorch", "--device", "cpu"]
         command += ["--server-name", "127.0.0.1", "--server-port", port, "--model-name", name, "--dtype", "bfloat16"]
-        command += ["--session-len", CONTEXT, "--max-batch-size", AT_ONCE, "--cache-block-seq-len", BLOCK]
+        command += ["--session-len", CONTEXT, "--max-batch-size", AT_ONCE, "--cache-block-seq-len", BLOCK, "--tp", workers]
         command += ["--max-prefill-token-num", PREFILL, "--cache-max-entry-count", 0.05, "--enable-prefix-caching"]
-        super().__init__(command, port, env={"PYTHONPATH": str(tree), "OMP_NUM_THREADS": str(threads)})
+        # Processes of the machine as workers, as ours are; its default is a Ray cluster.
+        workers_env = {"LMDEPLOY_EXECUTOR_BACKEND": "mp"} if workers > 1 else {}
+        super().__init__(command, port, env={"OMP_NUM_THREADS": str(threads)} | workers_env | env)
 
     def __enter__(self) -> "LMDeployServer":
         for _ in range(STARTS):
@@ -73,36 +81,55 @@ class LMDeployServer(ServerProcess):
 @click.option("--model", default="smollm2", show_default=True, help="Name of a model.")
 @click.option("--rounds", default=8, show_default=True, help="Measured rounds of each server.")
 @click.option("--threads", default=2, show_default=True, help="Compute threads of a server.")
+@click.option("--tensor-parallel", default=1, show_default=True, help="Workers of a server, which share its threads.")
 @with_output
-def main(model: str, rounds: int, threads: int, output: Output) -> None:
+def main(model: str, rounds: int, threads: int, tensor_parallel: int, output: Output) -> None:
     """Measure, print a table, and write the result."""
-    flags = ["--context-length", CONTEXT, "--max-batch-size", AT_ONCE, "--block-size", BLOCK, "--threads", threads]
+    of_worker = max(1, threads // tensor_parallel)
+    flags = ["--context-length", CONTEXT, "--max-batch-size", AT_ONCE, "--block-size", BLOCK, "--threads", of_worker]
     flags += ["--decode-round", 16, "--max-prefill-tokens", PREFILL, "--dtype", "bfloat16"]  # LMDeploy's round
+    flags += ["--tensor-parallel", tensor_parallel]
+    folder, port = model_folder(model), free_port()
+    shape, peak = read_shape(folder), max(peak_flops("cpu", dtype, threads)[0] for dtype in ("bfloat16", "float32"))
     with tempfile.TemporaryDirectory() as scratch:
-        tree = write_bare_tree(Path(scratch))
+        tree, counts = write_bare_tree(Path(scratch) / "bare"), {name: Path(scratch) / name for name in (THEIRS, OURS)}
+        command = [sys.executable, "-m", "sagellm.serve", "--model", model, "--port", port, "--json", *flags]
+        env = {THEIRS: served_probe.environment(counts[THEIRS], tree), OURS: served_probe.environment(counts[OURS])}
         with (
-            LMDeployServer(tree, model_folder(model), model, threads) as theirs,
-            single_server(tuple(map(str, flags)), model=model) as ours,
+            LMDeployServer(folder, find_model(model).name, of_worker, tensor_parallel, env[THEIRS]) as theirs,
+            Group(command, port, env=env[OURS]) as ours,
         ):
             servers = {THEIRS: theirs.url, OURS: ours.url}
             found: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
             for number in range(rounds + 1):
                 for name in servers if number % 2 else reversed(servers):
-                    figures = _figures(ask_all(servers[name], _work(model, number), AT_ONCE))
+                    before = served_probe.read(counts[name])
+                    replies = ask_all(servers[name], _work(model, number), AT_ONCE)
+                    counted = _since(before, served_probe.read(counts[name]))
                     if number:
-                        found[name].append(figures)
+                        found[name].append(_figures(replies, counted, shape, peak))
     keys = list(found[OURS][0])
     result = {
-        "model": model, "rounds": rounds, "threads": threads,
-        "seconds": {name: {key: summary([each[key] for each in every]) for key in keys} for name, every in found.items()},
-        "ratio": {key: paired_ratio(*([each[key] for each in found[name]] for name in (OURS, THEIRS))) for key in keys},
+        "model": model, "rounds": rounds, "threads": threads, "tensor_parallel": tensor_parallel, "peak_gflop_s": peak / 1e9,
+        "figures": {name: {key: summary([each[key] for each in every]) for key in keys} for name, every in found.items()},
+        "ratio": {
+            key: paired_ratio(*([each[key] for each in found[name]] for name in (OURS, THEIRS)))
+            for key in keys if all(each[key] for each in found[THEIRS])
+        },
     }  # fmt: skip
     rows = [
-        (key, *(spread(result["seconds"][name][key], ".4f") for name in (THEIRS, OURS)), spread(result["ratio"][key], ".3f"))
+        (
+            key, *(spread(result["figures"][name][key], ".4f") for name in (THEIRS, OURS)),
+            spread(result["ratio"][key], ".3f") if key in result["ratio"] else "",
+        )
         for key in keys
-    ]
+    ]  # fmt: skip
     output.say(table(["figure", THEIRS, OURS, "ratio"], rows))
     output.finish(result)
+
+
+def _since(before: dict[str, served_probe.Counts], after: dict[str, served_probe.Counts]) -> list[served_probe.Counts]:
+    return [counts - before.get(process, served_probe.Counts()) for process, counts in after.items()]
 
 
 def _work(model: str, number: int) -> list[Request]:
@@ -114,15 +141,22 @@ def _work(model: str, number: int) -> list[Request]:
     ]
 
 
-def _figures(replies: list[Reply]) -> dict[str, float]:
-    """Medians over the requests, and tokens a second of all."""
+def _figures(replies: list[Reply], counted: list[served_probe.Counts], shape: Shape, peak: float) -> dict[str, float]:
+    """Medians over the requests, and figures of the whole round."""
     if wrong := [reply.error for reply in replies if reply.error]:
         raise click.ClickException(f"{len(wrong)} requests failed; the first: {wrong[0]}")
-    begin_s, end_s = min(each.sent_s for each in replies), max(each.end_s for each in replies)
+    wall_s = max(each.end_s for each in replies) - min(each.sent_s for each in replies)
+    asked, cached = sum(each.asked for each in counted), sum(each.found for each in counted)
+    worker = max(counted, key=lambda each: each.exchange_s)
+    each_request = [np.array([number / len(replies)]) for number in (asked, cached, NEW * len(replies))]
+    flops = len(replies) * float(request_flops(shape, *each_request)[0])
     return {
         "ttft_s": statistics.median([each.pieces_s[0] - each.sent_s for each in replies]),
         "tpot_s": statistics.median([(each.pieces_s[-1] - each.pieces_s[0]) / (NEW - 1) for each in replies]),
-        "s_per_token": (end_s - begin_s) / (len(replies) * NEW),
+        "s_per_token": wall_s / (len(replies) * NEW),
+        "mfu": mfu(flops, wall_s, peak),
+        "kv_hit_rate": cached / asked,
+        "comm_share": worker.exchange_s / worker.step_s if worker.exchange_s else 0.0,
     }
 
 
