@@ -5,7 +5,8 @@
 Both are up together and answer the same work in turn: requests at once that share prefixes in groups, with prompts that no
 earlier round had. LMDeploy's tree is the installed one less every patched line but those of 0006. Without these it has no CPU
 device. Prefix hits, and the share of a step in which workers wait for each other, are counted inside both servers by the same
-code (`served_probe.py`). MFU: operations of the tokens that were computed, by the machine's best rate of torch's products.
+code (`served_probe.py`). So is the time of the native steps, which no patch changes: the rest is what a server itself takes.
+MFU: operations of the tokens that were computed, by the machine's best rate of torch's products.
 """
 
 import random
@@ -147,13 +148,14 @@ def _figures(replies: list[Reply], counted: list[served_probe.Counts], shape: Sh
         raise click.ClickException(f"{len(wrong)} requests failed; the first: {wrong[0]}")
     wall_s = max(each.end_s for each in replies) - min(each.sent_s for each in replies)
     asked, cached = sum(each.asked for each in counted), sum(each.found for each in counted)
-    worker = max(counted, key=lambda each: each.exchange_s)
+    worker = max(counted, key=lambda each: (each.exchange_s, each.step_s))
     each_request = [np.array([number / len(replies)]) for number in (asked, cached, NEW * len(replies))]
     flops = len(replies) * float(request_flops(shape, *each_request)[0])
     return {
         "ttft_s": statistics.median([each.pieces_s[0] - each.sent_s for each in replies]),
         "tpot_s": statistics.median([(each.pieces_s[-1] - each.pieces_s[0]) / (NEW - 1) for each in replies]),
         "s_per_token": wall_s / (len(replies) * NEW),
+        "outside_steps_s_per_token": (wall_s - worker.step_s) / (len(replies) * NEW),
         "mfu": mfu(flops, wall_s, peak),
         "kv_hit_rate": cached / asked,
         "comm_share": worker.exchange_s / worker.step_s if worker.exchange_s else 0.0,
