@@ -25,6 +25,17 @@ inline IVec broadcast_word(const std::int8_t* from) {
   return IVec{} + word;
 }
 
+// 2^x for x from -0.5 to 0.5: Taylor's series.
+inline Vec power_of_part(Vec x) {
+  Vec power = x * 1.5403530e-4f + 1.3333558e-3f;
+  power = power * x + 9.6181291e-3f;
+  power = power * x + 5.5504109e-2f;
+  power = power * x + 2.4022651e-1f;
+  power = power * x + 6.9314718e-1f;
+  power = power * x + 1.f;
+  return power;
+}
+
 inline IVec low_codes(IVec pairs) { return pairs & 0x0f0f0f0f; }
 inline IVec high_codes(IVec pairs) { return (pairs >> 4) & 0x0f0f0f0f; }
 
@@ -61,20 +72,6 @@ inline __m512i joined(__m256i low, __m256i high) {
   return _mm512_maskz_inserti64x4(0xff, _mm512_castsi256_si512(low), high, 1);
 }
 
-// Vectors of bytes, and of pairs of bytes, in turn.
-inline IVec low_bytes(IVec a, IVec b) {
-  return reinterpret_cast<IVec>(_mm512_unpacklo_epi8(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
-}
-inline IVec high_bytes(IVec a, IVec b) {
-  return reinterpret_cast<IVec>(_mm512_unpackhi_epi8(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
-}
-inline IVec low_pairs(IVec a, IVec b) {
-  return reinterpret_cast<IVec>(_mm512_unpacklo_epi16(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
-}
-inline IVec high_pairs(IVec a, IVec b) {
-  return reinterpret_cast<IVec>(_mm512_unpackhi_epi16(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
-}
-
 // WIDTH whole numbers to halves.
 inline void store_whole(IVec whole, std::int8_t* high, std::int8_t* low) {
   const IVec half = (whole + (1 << (kLowBits - 1))) >> kLowBits;
@@ -82,18 +79,13 @@ inline void store_whole(IVec whole, std::int8_t* high, std::int8_t* low) {
   store_codes(low, whole - (half << kLowBits));
 }
 
-// 2^x for x up to 0, within 3e-7 of it; 0 for -infinity. Taylor's series of what is left of x beside the nearest whole.
+// 2^x for x up to 0, within 3e-7 of it; 0 for -infinity.
 inline Vec power_of_two(Vec x) {
   const auto number = reinterpret_cast<__m512>(x);
   const __mmask16 is_seen = _mm512_cmp_ps_mask(number, _mm512_set1_ps(kNone), _CMP_NEQ_OQ);
   const __m512 whole = _mm512_maskz_roundscale_ps(is_seen, number, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const Vec rest = reinterpret_cast<Vec>(_mm512_maskz_sub_ps(is_seen, number, whole));
-  Vec power = rest * 1.5403530e-4f + 1.3333558e-3f;
-  power = power * rest + 9.6181291e-3f;
-  power = power * rest + 5.5504109e-2f;
-  power = power * rest + 2.4022651e-1f;
-  power = power * rest + 6.9314718e-1f;
-  power = power * rest + 1.f;
+  const Vec power = power_of_part(rest);
   return reinterpret_cast<Vec>(_mm512_maskz_scalef_ps(is_seen, reinterpret_cast<__m512>(power), whole));
 }
 
@@ -120,20 +112,6 @@ struct Products {
   Vec numbers() const { return __builtin_convertvector(all, Vec); }
 };
 
-// Vectors of bytes, and of pairs of bytes, in turn, in each half.
-inline IVec low_bytes(IVec a, IVec b) {
-  return reinterpret_cast<IVec>(_mm256_unpacklo_epi8(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
-}
-inline IVec high_bytes(IVec a, IVec b) {
-  return reinterpret_cast<IVec>(_mm256_unpackhi_epi8(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
-}
-inline IVec low_pairs(IVec a, IVec b) {
-  return reinterpret_cast<IVec>(_mm256_unpacklo_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
-}
-inline IVec high_pairs(IVec a, IVec b) {
-  return reinterpret_cast<IVec>(_mm256_unpackhi_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
-}
-
 // WIDTH whole numbers, of 16 bits each, to those of the even places of each four and those of the odd ones.
 inline void store_whole(IVec whole, std::int8_t* even, std::int8_t* odd) {
   const IVec first = __builtin_shuffle(whole, IVec{0, 4, 1, 5, 0, 4, 1, 5}),
@@ -143,21 +121,30 @@ inline void store_whole(IVec whole, std::int8_t* even, std::int8_t* odd) {
   std::memcpy(odd, reinterpret_cast<const char*>(&words) + 8, 8);
 }
 
-// 2^x for x up to 0, within 3e-7 of it; 0 below -126. Taylor's series of what is left of x beside the nearest whole.
+// 2^x for x up to 0, within 3e-7 of it; 0 below -126.
 inline Vec power_of_two(Vec x) {
   const IVec is_large = x >= -126.f;
   const Vec kept = is_large ? x : Vec{}, whole = nearest(kept), rest = kept - whole;
-  Vec power = rest * 1.5403530e-4f + 1.3333558e-3f;
-  power = power * rest + 9.6181291e-3f;
-  power = power * rest + 5.5504109e-2f;
-  power = power * rest + 2.4022651e-1f;
-  power = power * rest + 6.9314718e-1f;
-  power = power * rest + 1.f;
+  const Vec power = power_of_part(rest);
   const IVec exponent = __builtin_convertvector(whole, IVec) << 23;
   return as_float((as_bits(power) + exponent) & is_large);
 }
 
 #endif
+
+// Vectors of bytes, and of pairs of bytes, in turn, in each 16 bytes.
+#ifdef __AVX512VNNI__
+#define UNPACK(how, a, b) \
+  reinterpret_cast<IVec>(_mm512_unpack##how(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)))
+#else
+#define UNPACK(how, a, b) \
+  reinterpret_cast<IVec>(_mm256_unpack##how(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)))
+#endif
+inline IVec low_bytes(IVec a, IVec b) { return UNPACK(lo_epi8, a, b); }
+inline IVec high_bytes(IVec a, IVec b) { return UNPACK(hi_epi8, a, b); }
+inline IVec low_pairs(IVec a, IVec b) { return UNPACK(lo_epi16, a, b); }
+inline IVec high_pairs(IVec a, IVec b) { return UNPACK(hi_epi16, a, b); }
+#undef UNPACK
 
 // Whole numbers of rows, times `units`, in two parts as `store_whole` cuts them.
 struct Whole {
