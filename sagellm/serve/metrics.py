@@ -100,6 +100,9 @@ def families(report: dict[str, Any]) -> Iterator[Metric]:
         yield CounterMetricFamily(
             "sagellm_prompt_cuts", "Times that a prompt was left off for another step.", value=report["chunks"]
         )
+    if report.get("ahead") is not None:
+        text = "Decode steps that ran before the engine asked for them, by whether it did."
+        yield _counter("sagellm_steps_ahead", text, "result", report["ahead"])
     if "forks" in report:
         for name, text in FORKS.items():
             yield CounterMetricFamily(f"sagellm_{name}", text, value=report["forks"][name])

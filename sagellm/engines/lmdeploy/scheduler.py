@@ -75,6 +75,7 @@ class SchedulerHooks:
         self._sparse: Any = None  # where a policy chooses the blocks that steps read
         self._drops: Any = None  # where it gives blocks up
         self.grammars = Grammars(None)
+        self._ahead: Any = None  # where steps run ahead of their decision
         self.pd: Any = None  # where the engine is one of a prefill/decode group, or tells what it has cached
         self.tick = self.cache.tick
         scheduler.block_manager.allocator.sage = self
@@ -124,9 +125,23 @@ class SchedulerHooks:
         if self._config.sparsity is not None:
             self._bind_sparsity(getattr(executor, "model_agent", None))
         config = self._scheduler.cache_config
+        if (agent := getattr(executor, "model_agent", None)) is not None and config.device_type == "cpu":
+            self._run_ahead(agent)
         # Only plug-ins move blocks.
         if config.num_cpu_blocks and self._is_told and engine is not None and copies_at_once(engine, config.device_type):
             self._steps.swap_times = SwapTimes(engine)
+
+    def _run_ahead(self, agent: Any) -> None:
+        """Let the agent of this process run steps ahead.
+
+        Not where another engine may write into a block that was freed. Nor where a step has a memory of its own: of guesses, or
+        of the keys that a sparse policy wants to know about.
+        """
+        is_member = self._config.pd is not None and self._config.pd.role is not None
+        if not is_member and self._config.sparsity is None and self._config.speculative is None:
+            from sagellm.engines.lmdeploy.cpu.run_ahead import RunAhead
+
+            agent.sage_ahead = self._ahead = RunAhead(self._scheduler.has_waiting)
 
     def _bind_sparsity(self, agent: Any) -> None:
         from sagellm.engines.lmdeploy.sparsity import steps_of
@@ -419,6 +434,7 @@ class SchedulerHooks:
             "pool": self.kv.pool.report(),
             "preempted": self._num_preempted,
             "chunks": self.choice.chunks.num_cut,
+            "ahead": None if self._ahead is None else {"used": self._ahead.used, "wasted": self._ahead.wasted},
             "forks": self.branches.report(),
             "prefix": asdict(self.prefix.first),
             "prefix_retries": asdict(self.prefix.retries),

@@ -5,7 +5,7 @@ eagerly, over the same packed weights.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from sagellm.engines.lmdeploy.cpu.operators.attention import CpuAttentionImpl
 from sagellm.engines.lmdeploy.cpu.operators.linear import CpuLinearImpl
 from sagellm.engines.lmdeploy.cpu.operators.moe import CpuFusedMoEImpl
 from sagellm.engines.lmdeploy.cpu.operators.rotary import TabledRotaryEmbedding
-from sagellm.engines.lmdeploy.cpu.operators.sampling import Sampled, wishes_of
+from sagellm.engines.lmdeploy.cpu.operators.sampling import Sampled, follow, wishes_of
 from sagellm.engines.lmdeploy.cpu.packed import (
     PackedEmbedding,
     PackedGate,
@@ -38,7 +38,7 @@ from sagellm.engines.lmdeploy.cpu.runtime import use_huge_pages
 from sagellm.engines.lmdeploy.sparsity import steps_of
 from sagellm.models.gguf_levels import GGUFLevels
 
-__all__ = ["CpuRunner", "describe", "why_eager"]
+__all__ = ["CpuRunner", "Step", "describe", "why_eager"]
 
 # Classes of LMDeploy whose modules have the names that `describe` reads. Gemma 2 has Gemma's.
 ARCHITECTURES = (
@@ -64,6 +64,43 @@ class Description:
     ranks: Ranks
     replicas: int  # adjacent workers that have the same key head
     kept: list[Any] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Step:
+    """A step that is ready for the native code.
+
+    Attributes:
+        tokens, positions: int64 [rows].
+        queries, lengths: int64 [sequences], new tokens, and tokens with them.
+        tables: int64 [sequences, width], block numbers.
+        tensors, wishes: as `CpuDecoder.run` takes them.
+        kept: what addresses in `tensors` point to, beside the tensors above.
+    """
+
+    is_decoding: bool
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    queries: torch.Tensor
+    lengths: torch.Tensor
+    tables: torch.Tensor
+    tensors: dict[str, Any]
+    wishes: dict[str, Any] | None
+    kept: tuple[Any, ...]
+
+    def is_same_as(self, other: "Step", block_size: int) -> bool:
+        """Whether both read and write the same slots, and draw the same tokens. Neither has guesses."""
+        if self.wishes != other.wishes:
+            return False
+        for name in ("tokens", "positions", "queries", "lengths"):  # a few numbers: lists are faster than tensors
+            if getattr(self, name).tolist() != getattr(other, name).tolist():
+                return False
+        ours, theirs = self.tables.tolist(), other.tables.tolist()
+        for mine, yours, length in zip(ours, theirs, self.lengths.tolist(), strict=True):
+            used = -(-length // block_size)  # blocks after them may have come since
+            if mine[:used] != yours[:used]:
+                return False
+        return True
 
 
 def why_eager(model: nn.Module) -> str:
@@ -232,10 +269,9 @@ class CpuRunner(GraphRunner):
         if self._trees is not None:
             position_ids, parents = self._tree_rows(attn_metadata.kv_seqlens - queries, queries)
         hidden = torch.empty(1, input_ids.numel(), self.native.hidden, dtype=self.native.dtype)
-        self._run(
-            past_key_values, attn_metadata.is_decoding, input_ids, position_ids, int(position_ids.max()) + 1,
-            queries, attn_metadata.kv_seqlens, attn_metadata.block_offsets, hidden, parents=parents,
-        )  # fmt: skip
+        rows = (input_ids, position_ids, queries, attn_metadata.kv_seqlens, attn_metadata.block_offsets)
+        num_positions = int(position_ids.max()) + 1
+        self.run(self._prepare(past_key_values, attn_metadata.is_decoding, rows, num_positions, hidden, parents=parents))
         return hidden
 
     def _tree_rows(self, before: torch.Tensor, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -265,8 +301,8 @@ class CpuRunner(GraphRunner):
         """Copy keys and values from slot to slot, as `CpuDecoder.move`."""
         self.native.decoder.move(slots)
 
-    def decode(self, caches: Any, inputs: Any, sampling: SamplingInputs) -> list[Sampled]:
-        """Run a decode step, and draw the token that comes after each row.
+    def prepare(self, caches: Any, inputs: Any, sampling: SamplingInputs) -> Step:
+        """Make a decode step ready that draws the token after each row.
 
         Args:
             inputs: LMDeploy's `ModelInputs`; a sequence has a row for its last token, and one for each guess.
@@ -282,23 +318,23 @@ class CpuRunner(GraphRunner):
             positions = first + torch.arange(rows)
         else:
             positions = before
-        return self._run(
-            caches, True, inputs.input_ids, positions, inputs.max_kv_seqlen, queries,
-            before + queries - inputs.num_ignored_history, inputs.block_offsets, None, wishes, parents=parents,
-        )  # fmt: skip
+        lengths = before + queries - inputs.num_ignored_history
+        rows_of = (inputs.input_ids, positions, queries, lengths, inputs.block_offsets)
+        return self._prepare(caches, True, rows_of, inputs.max_kv_seqlen, None, wishes, parents)
 
-    def _run(
-        self, caches: Any, is_decoding: bool, tokens: torch.Tensor, positions: torch.Tensor, num_positions: int,
-        queries: torch.Tensor, lengths: torch.Tensor, tables: torch.Tensor, hidden: torch.Tensor | None,
+    def _prepare(
+        self, caches: Any, is_decoding: bool, rows: Sequence[torch.Tensor], num_positions: int, hidden: torch.Tensor | None,
         wishes: dict[str, Any] | None = None, parents: torch.Tensor | None = None,
-    ) -> list[Sampled]:  # fmt: skip
+    ) -> Step:  # fmt: skip
+        """`rows`: tokens, positions, query lengths, lengths and tables, as `DecoderStep` has them."""
         if self._bound is not caches:
             self._bind(caches)
         # In float32 whatever the model's dtype is: the angles are exact.
         angles = self.native.rotary.table(num_positions, torch.float32)
-        whole = [each.to(torch.int64).contiguous() for each in (tokens, positions, queries, lengths, tables)]
+        whole = [each if each.dtype is torch.int64 and each.is_contiguous() else _whole(each) for each in rows]
         names = ("tokens", "positions", "query_lengths", "lengths", "tables")
         tensors = {name: each.data_ptr() for name, each in zip(names, whole, strict=True)}
+        tokens, _, queries, _, tables = whole
         tensors |= {
             "is_decoding": is_decoding, "num_tokens": tokens.numel(), "num_sequences": queries.numel(),
             "table_width": tables.shape[1], "angles": angles.data_ptr(), "num_angles": len(angles),
@@ -306,34 +342,56 @@ class CpuRunner(GraphRunner):
         }  # fmt: skip
         if parents is not None:
             tensors["parents"] = parents.data_ptr()
-        if self._sparse is None:
-            return self._run_native(tensors, wishes, None, self._exchanged(tokens.numel(), is_decoding))[0]
-        return self._run_sparse(is_decoding, whole[2], whole[3], whole[4], tensors, wishes)
+        return Step(is_decoding, *whole, tensors, wishes, (angles, hidden, parents))
+
+    def follow(self, step: Step, drawn: list[Sampled]) -> None:
+        """Turn a decode step without guesses into the one after it. `drawn`: what it has drawn."""
+        tokens = [token for token, _, _ in drawn]
+        step.tokens.numpy().reshape(-1)[:] = tokens
+        for each in (step.positions, step.lengths):
+            numbers = each.numpy()
+            numbers += 1
+        angles = self.native.rotary.table(int(step.positions.max()) + 1, torch.float32)
+        step.tensors |= {"angles": angles.data_ptr(), "num_angles": len(angles)}
+        step.kept = (angles, *step.kept[1:])
+        follow(step.wishes, tokens)
+
+    def run(self, step: Step, begin: Callable[[], None] | None = None) -> list[Sampled]:
+        """Run a step. Returns the tokens that it draws.
+
+        Args:
+            begin: called when nothing is left to do in Python: what it wakes up runs beside the native code, and takes no turns
+                with this thread.
+        """
+        if self._sparse is not None:
+            return self._run_sparse(step, begin)
+        return self._run_native(step, None, self._exchanged(step), begin)[0]
 
     def _run_native(
-        self, tensors: dict[str, Any], wishes: dict[str, Any] | None, chosen: dict[str, Any] | None,
-        exchanges: list[LayerExchange] | None,
-    ) -> tuple[list[Sampled], str, float]:  # fmt: skip
+        self, step: Step, chosen: dict[str, Any] | None, exchanges: list[LayerExchange] | None, begin: Callable[[], None] | None
+    ) -> tuple[list[Sampled], str, float]:
         """Run a step. Returns what `CpuDecoder.run` does, but for the time in exchanges."""
         start = time.perf_counter()
-        *found, waited_s = self.native.decoder.run(team(), tensors, wishes, chosen, exchanges)
+        if begin is not None:
+            begin()
+        *found, waited_s = self.native.decoder.run(team(), step.tensors, step.wishes, chosen, exchanges)
         if exchanges is not None:
             seconds = time.perf_counter() - start
-            self._exchanges.note(tensors["num_tokens"], _phase(tensors["is_decoding"]), exchanges, seconds, waited_s)
+            self._exchanges.note(step.tokens.numel(), _phase(step.is_decoding), exchanges, seconds, waited_s)
         return tuple(found)
 
     def _agree(self, fault: str) -> str:
         return self.native.ranks.agree(self._exchanges.of_step(1, "decode")[-1].exchange, fault)
 
-    def _exchanged(self, num_tokens: int, is_decoding: bool) -> list[LayerExchange] | None:
-        return None if self._exchanges is None else self._exchanges.of_step(num_tokens, _phase(is_decoding))
+    def _exchanged(self, step: Step) -> list[LayerExchange] | None:
+        if self._exchanges is None:
+            return None
+        return self._exchanges.of_step(step.tokens.numel(), _phase(step.is_decoding))
 
-    def _run_sparse(
-        self, is_decoding: bool, queries: torch.Tensor, lengths: torch.Tensor, tables: torch.Tensor, tensors: dict[str, Any],
-        wishes: dict[str, Any] | None,
-    ) -> list[Sampled]:  # fmt: skip
+    def _run_sparse(self, step: Step, begin: Callable[[], None] | None) -> list[Sampled]:
         """Run a step that reads the blocks that a policy chooses, and observes what it wants to know."""
-        sparse = self._sparse
+        sparse, tensors, is_decoding = self._sparse, step.tensors, step.is_decoding
+        queries, lengths, tables = step.queries, step.lengths, step.tables
         seen = sparse.observe(is_decoding, queries, lengths, tables)
         if seen is not None:
             tensors["observed"] = seen.native()
@@ -341,14 +399,14 @@ class CpuRunner(GraphRunner):
         prompts = None if is_decoding else sparse.of_prompts(queries, lengths)
         if prompts is not None:
             tensors["prompts"] = prompts
-        exchanges = self._exchanged(tensors["num_tokens"], is_decoding)
-        drawn, fault, read = self._run_native(tensors, wishes, chosen, exchanges)
+        exchanges = self._exchanged(step)
+        drawn, fault, read = self._run_native(step, chosen, exchanges, begin)
         if fault:  # the step writes the same keys and draws the same tokens again
             if sparse.is_on:
                 sparse.switch_off(fault)
             tensors.pop("observed", None)
             tensors["is_repeated"] = True
-            drawn = self.native.decoder.run(team(), tensors, wishes, exchanges=exchanges)[0]
+            drawn = self.native.decoder.run(team(), tensors, step.wishes, exchanges=exchanges)[0]
         elif seen is not None:
             if exchanges is not None:
                 own, replicas = torch.from_numpy(seen.weights), self.native.replicas
@@ -390,6 +448,10 @@ class CpuRunner(GraphRunner):
         self._bound = caches
         if wanted:
             self._sparse.bind_summaries(_numbers(self._bounds), _numbers(self._key_sums))
+
+
+def _whole(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.to(torch.int64).contiguous()
 
 
 def _phase(is_decoding: bool) -> str:

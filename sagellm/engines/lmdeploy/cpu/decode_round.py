@@ -1,78 +1,157 @@
 """Decode steps without LMDeploy's modules in between: each is one native call, from the last tokens to the next ones.
 
-Guesses are computed and sampled in the same call.
+Guesses are computed and sampled in the same call. Tokens of a step are handed over when the next step begins, so the engine
+looks at them beside the native code. After a round the next step may run ahead (`RunAhead`).
 """
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from lmdeploy.pytorch.engine.model_agent import BatchedLogProbs, BatchedOutputs, cache_swapping
-from lmdeploy.pytorch.strategies.ar.model_agent import ARModelAgentStrategy
+from lmdeploy.pytorch.strategies.ar.model_agent import ARModelAgentStrategy, ARStoppingCriteria
 
 from sagellm.engines.lmdeploy.cpu.compiled import CpuRunner
 from sagellm.engines.lmdeploy.cpu.operators.sampling import Sampled, draws_of
-from sagellm.engines.lmdeploy.sparsity import reading
+from sagellm.engines.lmdeploy.cpu.run_ahead import RunAhead
+from sagellm.engines.lmdeploy.sparsity import reading, steps_of
 
 __all__ = ["run_round"]
 
 
 def run_round(
-    agent: Any, inputs: Any, loop_count: int, swap_in_map: dict | None = None, swap_out_map: dict | None = None,
-    sampling_inputs: Any = None, stopping_criteria: Any = None, extra_inputs: Any = None, **more: bool,
-) -> bool:  # fmt: skip
-    """Run a round of decode steps as LMDeploy's agent does. Returns False, with nothing done, if it is not a plain one.
+    agent: Any, post: Callable[..., Any], inputs: Any, loop_count: int, swap_in_map: dict | None = None,
+    swap_out_map: dict | None = None, sampling_inputs: Any = None, stopping_criteria: Any = None, extra_inputs: Any = None,
+    **more: bool,
+) -> Callable[[], None] | None:  # fmt: skip
+    """Run a round of decode steps as LMDeploy's agent does. Returns None, with nothing done, if it is not a plain one.
 
     A round is plain if its model runs natively, and no request wants logits, a response format or a processor of its own.
     With guesses the model is in one process.
+
+    Args:
+        post: calls a function on the engine's event loop.
+
+    Returns:
+        What is left to do once the engine has been told that the round is over. It hands over the last tokens.
     """
+    ahead: RunAhead | None = getattr(agent, "sage_ahead", None)
     if any(more.values()) or not _is_plain(agent, inputs, sampling_inputs):
-        return False
-    runner, strategy = agent.patched_model, agent.agent_strategy
+        if ahead is not None:
+            ahead.forget()
+        return None
     for session in sampling_inputs.session_to_cleanup or ():
         if agent.guided_decoding_manager:
             agent.guided_decoding_manager.remove_processor(session)
     cache_swapping(agent.cache_engine, swap_in_map=swap_in_map, swap_out_map=swap_out_map)
-    speculator = getattr(strategy, "speculator", None)  # patch 0006 may be there alone
-    for step in range(loop_count):
-        is_last = step == loop_count - 1
+    if _is_steady(agent, sampling_inputs, stopping_criteria):
+        return _steady_steps(agent, post, inputs, loop_count, sampling_inputs, stopping_criteria, ahead)
+    if ahead is not None:
+        ahead.forget()
+    return _steps(agent, inputs, loop_count, sampling_inputs, stopping_criteria, extra_inputs)
+
+
+def _steady_steps(
+    agent: Any, post: Callable[..., Any], inputs: Any, loop_count: int, sampling: Any, criteria: ARStoppingCriteria,
+    ahead: RunAhead | None,
+) -> Callable[[], None]:  # fmt: skip
+    """Run steps each of which follows from the tokens of the one before, without tensors made for it."""
+    runner, cache = agent.patched_model, agent.cache_engine
+    stops = _Stops(criteria, sampling.stop_words)
+    step = runner.prepare(cache.gpu_cache, inputs, sampling)
+    drawn = None if ahead is None else ahead.take(step, cache.cache_config.block_size)
+    begin, has_logprobs = _nothing, sampling.max_num_logprobs >= 0
+    for number in range(loop_count):
+        if number:
+            runner.follow(step, drawn)
+        if number or drawn is None:
+            drawn = runner.run(step, begin)
+        stopped = stops.step(drawn)
+        if agent.need_output:  # every worker draws the tokens, one tells them
+            begin = partial(post, _push, agent, drawn, stopped, has_logprobs, number == loop_count - 1)
+    if ahead is None or any(stopped):
+        return begin
+    runner.follow(step, drawn)
+    ahead.expect(step)
+    return partial(ahead.run, runner, begin) if ahead.is_due else begin
+
+
+def _push(agent: Any, drawn: list[Sampled], stopped: list[bool], has_logprobs: bool, is_last: bool) -> None:
+    """Hand tokens over, on the engine's loop."""
+    outputs = BatchedOutputs(
+        next_token_ids=_tokens(drawn), stopped=torch.tensor(stopped), logprobs=_logprobs(drawn) if has_logprobs else None,
+        extra_outputs=agent.agent_strategy.make_extra_outputs(None, last_loop_step=is_last),
+    )  # fmt: skip
+    agent._push_output(outputs)
+
+
+def _steps(
+    agent: Any, inputs: Any, loop_count: int, sampling_inputs: Any, stopping_criteria: Any, extra_inputs: Any
+) -> Callable[[], None]:
+    """Run steps with guesses, with a choice of blocks, or with tokens that are forbidden for a while."""
+    runner, strategy, cache = agent.patched_model, agent.agent_strategy, agent.cache_engine
+    speculator, begin = _speculator(strategy), _nothing
+    for number in range(loop_count):
+        is_last = number == loop_count - 1
         wishes = sampling_inputs
         if speculator is not None:
             ended = sampling_inputs.session_to_cleanup
             draws = draws_of(sampling_inputs) if speculator.takes_draws else None
-            inputs = speculator.extend(inputs, extra_inputs, loop_count - 1 - step, False, ended, draws)
+            inputs = speculator.extend(inputs, extra_inputs, loop_count - 1 - number, False, ended, draws)
             wishes = speculator.rows_of(sampling_inputs)
-        chosen = reading(agent.cache_engine.cache_config, inputs)
-        drawn = runner.decode(agent.cache_engine.gpu_cache, chosen, wishes)
-        tokens = torch.tensor([token for token, _, _ in drawn])
-        logprobs = _logprobs(drawn) if wishes.max_num_logprobs >= 0 else None
+        drawn = runner.run(runner.prepare(cache.gpu_cache, reading(cache.cache_config, inputs), wishes), begin)
+        tokens, logprobs = _tokens(drawn), _logprobs(drawn) if wishes.max_num_logprobs >= 0 else None
         if speculator is not None:
             tokens, logprobs = speculator.settle(tokens, logprobs, sampling_inputs)
-        if agent.need_output:  # every worker draws the tokens, one tells them
-            stopping_criteria = _tell(
-                agent, inputs, tokens, logprobs, stopping_criteria, sampling_inputs, extra_inputs, is_last
+        if agent.need_output:
+            stopped, stop_pos, stopping_criteria = stopping_criteria.step(
+                tokens, sampling_inputs.stop_words, inputs=inputs, extra_inputs=extra_inputs
             )
+            outputs = BatchedOutputs(
+                next_token_ids=tokens, stopped=stopped, stop_pos=stop_pos, logprobs=logprobs,
+                extra_outputs=strategy.make_extra_outputs(extra_inputs, last_loop_step=is_last),
+            )  # fmt: skip
+            begin = partial(agent._push_output, outputs)
         if not is_last:
             inputs, extra_inputs = strategy.update_inputs_for_next_step(
                 inputs, sampling_inputs, next_token_ids=tokens, model_metas=None, extra_inputs=extra_inputs
             )
-    return True
+    return begin
 
 
-def _tell(
-    agent: Any, inputs: Any, tokens: torch.Tensor, logprobs: Any, stopping_criteria: Any, sampling_inputs: Any,
-    extra_inputs: Any, is_last: bool,
-) -> Any:  # fmt: skip
-    """Hand a step's tokens over, and return the criteria for the next one."""
-    stopped, stop_pos, stopping_criteria = stopping_criteria.step(
-        tokens, sampling_inputs.stop_words, inputs=inputs, extra_inputs=extra_inputs
+def _nothing() -> None:
+    """Do nothing."""
+
+
+class _Stops:
+    """LMDeploy's criteria for sequences that get a token a step, in plain numbers: a tenth of the time."""
+
+    def __init__(self, criteria: ARStoppingCriteria, stop_words: torch.Tensor | None) -> None:
+        self._left = criteria.num_appendable_ids.tolist()
+        self._words: Sequence[Sequence[int]] = [()] * len(self._left) if stop_words is None else stop_words.tolist()
+
+    def step(self, drawn: list[Sampled]) -> list[bool]:
+        """Return whether each sequence stops."""
+        stopped = []
+        for number, ((token, _, _), words) in enumerate(zip(drawn, self._words, strict=True)):
+            self._left[number] = min(0, self._left[number] - 1) if token in words else self._left[number] - 1
+            stopped.append(self._left[number] <= 0)
+        return stopped
+
+
+def _is_steady(agent: Any, sampling: Any, criteria: Any) -> bool:
+    """Whether each step of the round follows from the tokens of the one before: nothing else changes between them."""
+    return (
+        type(criteria) is ARStoppingCriteria
+        and _speculator(agent.agent_strategy) is None
+        and steps_of(agent.cache_engine.cache_config) is None
+        and (sampling.stop_words is None or max(sampling.num_ignore_eos.tolist()) <= 0)
     )
-    agent._push_output(
-        BatchedOutputs(
-            next_token_ids=tokens, stopped=stopped, stop_pos=stop_pos, logprobs=logprobs,
-            extra_outputs=agent.agent_strategy.make_extra_outputs(extra_inputs, last_loop_step=is_last),
-        )
-    )  # fmt: skip
-    return stopping_criteria
+
+
+def _speculator(strategy: Any) -> Any:
+    return getattr(strategy, "speculator", None)  # patch 0006 may be there alone
 
 
 def _is_plain(agent: Any, inputs: Any, sampling: Any) -> bool:
@@ -96,8 +175,12 @@ def _is_known(strategy: Any) -> bool:
     """LMDeploy's own strategy, or ours with guesses that are computed in decode steps of one process."""
     if type(strategy) is ARModelAgentStrategy:
         return True
-    speculator = getattr(strategy, "speculator", None)
+    speculator = _speculator(strategy)
     return speculator is not None and speculator.sharing is None and speculator.prompt_tokens is None
+
+
+def _tokens(drawn: list[Sampled]) -> torch.Tensor:
+    return torch.tensor([token for token, _, _ in drawn])
 
 
 def _logprobs(drawn: list[Sampled]) -> BatchedLogProbs:

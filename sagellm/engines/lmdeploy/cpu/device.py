@@ -6,6 +6,8 @@ An object in that group has: `torch_device`, `max_batch_size`, `runtime`, and th
 
 import asyncio
 import contextlib
+import logging
+import queue
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable
@@ -21,6 +23,8 @@ from sagellm.engines.lmdeploy.cpu.cache import KEY_GROUP, dtype_of
 from sagellm.engines.lmdeploy.cpu.runtime import CpuRuntime, keep_freed_memory, memory_bytes
 from sagellm.engines.lmdeploy.sparsity import tell_engine
 from sagellm.models.quantized import container_of, quantization_of, to_container
+
+logger = logging.getLogger(__name__)
 
 DTYPES = ("auto", "float32", "bfloat16")
 
@@ -185,13 +189,13 @@ class CpuDevice:
         xgrammar.apply_token_bitmask_inplace(wide, bitmask)
         logits.copy_(wide)
 
-    async def run_step(self, step: Callable[..., Coroutine], agent: Any, args: tuple, kwargs: dict) -> Any:
+    async def run_step(self, step: Callable[..., Coroutine], agent: Any, args: tuple, kwargs: dict) -> None:
         """Run one step of a model agent on a thread of its own, so that the event loop keeps serving meanwhile."""
         stepper = self._steppers.get(agent)
         if stepper is None:
             stepper = self._steppers[agent] = _StepThread(asyncio.get_running_loop(), self._threads)
             weakref.finalize(agent, stepper.stop)
-        return await stepper.run(_step(step, agent, args, kwargs))
+        await stepper.run(step, agent, args, kwargs)
 
     def sample(self, sampling_inputs: Any, logits: torch.Tensor) -> torch.Tensor:
         """Draw a token for each row, [batch], from `logits`, [batch, vocab], to which penalties are applied."""
@@ -217,43 +221,73 @@ class CpuDevice:
             stepper.home.call_soon_threadsafe(lambda: push(agent, *args, **kwargs))
 
 
-async def _step(step: Callable[..., Coroutine], agent: Any, args: tuple, kwargs: dict) -> Any:
-    """Run a round of decode steps natively where it can be, else as LMDeploy does."""
-    from sagellm.engines.lmdeploy.cpu.decode_round import run_round
-
-    if args or not run_round(agent, **kwargs):
-        return await step(agent, *args, **kwargs)
-    return None
-
-
 class _StepThread:
-    """A daemon thread with an event loop for the steps of one agent."""
+    """A daemon thread for the steps of one agent, one after the other.
+
+    Rounds of decode steps run natively where they can. All else is LMDeploy's coroutine, on an event loop of this thread.
+    """
 
     def __init__(self, home: asyncio.AbstractEventLoop, threads: int) -> None:
         self.home = home
         self._threads = threads
         self._loop = asyncio.new_event_loop()
+        self._steps: queue.SimpleQueue[tuple[asyncio.Future, Callable, Any, tuple, dict] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="sagellm-cpu-step", daemon=True)
         self._thread.start()
+
+    async def run(self, step: Callable[..., Coroutine], agent: Any, args: tuple, kwargs: dict) -> None:
+        done = self.home.create_future()
+        self._steps.put((done, step, agent, args, kwargs))
+        await done
+
+    def stop(self) -> None:
+        with contextlib.suppress(RuntimeError):  # closed since
+            self._loop.call_soon_threadsafe(self._loop.stop)  # in the middle of a coroutine
+        self._steps.put(None)
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
 
     def _serve(self) -> None:
         torch.set_num_threads(self._threads)
         # Gradient mode is a property of the thread, and the agent set it on another one.
         with torch.inference_mode():
-            self._loop.run_forever()
-            self._loop.run_until_complete(end_tasks())  # an engine may be closed in the middle of a step
+            while (given := self._steps.get()) is not None:
+                self._run(*given)
+                del given  # it would keep the agent alive
+            self._loop.call_soon(self._loop.stop)
+            self._loop.run_forever()  # a stop that met no coroutine would end the next call
+            self._loop.run_until_complete(end_tasks())
         self._loop.close()
 
-    async def run(self, step: Coroutine) -> Any:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(step, self._loop))
+    def _run(
+        self, done: asyncio.Future, step: Callable[..., Coroutine], agent: Any, args: tuple, kwargs: dict
+    ) -> None:  # fmt: skip
+        from sagellm.engines.lmdeploy.cpu.decode_round import run_round
 
-    def stop(self) -> None:
-        if not self._loop.is_closed():
-            with contextlib.suppress(RuntimeError):  # closed since
-                self._loop.call_soon_threadsafe(self._loop.stop)
+        rest, error = None, None
+        try:
+            rest = None if args else run_round(agent, self.home.call_soon_threadsafe, **kwargs)
+            if rest is None:
+                self._loop.run_until_complete(step(agent, *args, **kwargs))
+        except Exception as raised:
+            error = raised
+        try:
+            self.home.call_soon_threadsafe(_settle, done, error)
+            if rest is not None:
+                rest()
+        except Exception as raised:
+            if not self.home.is_closed():  # else the engine was closed in the middle of a step
+                logger.warning("a step that ran ahead failed: %s", raised)
 
-    def join(self, timeout_s: float) -> None:
-        self._thread.join(timeout_s)
+
+def _settle(done: asyncio.Future, error: Exception | None) -> None:
+    if done.done():  # cancelled
+        return
+    if error is None:
+        done.set_result(None)
+    else:
+        done.set_exception(error)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

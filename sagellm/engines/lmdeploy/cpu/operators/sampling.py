@@ -34,6 +34,16 @@ def wishes_of(sampling: SamplingInputs, rows: int, vocabulary: int) -> dict[str,
     return wishes
 
 
+def follow(wishes: dict[str, Any], tokens: list[int]) -> None:
+    """Turn the wishes of a step into those of the next one. `tokens`: what each row has drawn."""
+    if "offsets" in wishes:
+        wishes["offsets"] = [offset + 1 for offset in wishes["offsets"]]
+    if "seen" in wishes:
+        seen, width = wishes["seen"], len(wishes["seen"]) // len(tokens)
+        rows = [[*seen[row * width : (row + 1) * width], token] for row, token in enumerate(tokens)]
+        wishes["seen"] = [token for row in rows for token in row]
+
+
 def choice_of(sampling: SamplingInputs, rows: int, vocabulary: int) -> dict[str, Any]:
     """Translate how a token is chosen once penalties are applied."""
     wishes: dict[str, Any] = {"rows": rows, "vocabulary": vocabulary, "num_logprobs": -1}
