@@ -34,11 +34,12 @@ from sagellm.engines.lmdeploy.cpu.packed import (
     team,
 )
 from sagellm.engines.lmdeploy.cpu.ranks import Exchanges, LayerExchange, Ranks, ranks_of
+from sagellm.engines.lmdeploy.cpu.ready_step import ReadyStep
 from sagellm.engines.lmdeploy.cpu.runtime import use_huge_pages
 from sagellm.engines.lmdeploy.sparsity import steps_of
 from sagellm.models.gguf_levels import GGUFLevels
 
-__all__ = ["CpuRunner", "Step", "describe", "why_eager"]
+__all__ = ["CpuRunner", "describe", "why_eager"]
 
 # Classes of LMDeploy whose modules have the names that `describe` reads. Gemma 2 has Gemma's.
 ARCHITECTURES = (
@@ -64,43 +65,6 @@ class Description:
     ranks: Ranks
     replicas: int  # adjacent workers that have the same key head
     kept: list[Any] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Step:
-    """A step that is ready for the native code.
-
-    Attributes:
-        tokens, positions: int64 [rows].
-        queries, lengths: int64 [sequences], new tokens, and tokens with them.
-        tables: int64 [sequences, width], block numbers.
-        tensors, wishes: as `CpuDecoder.run` takes them.
-        kept: what addresses in `tensors` point to, beside the tensors above.
-    """
-
-    is_decoding: bool
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    queries: torch.Tensor
-    lengths: torch.Tensor
-    tables: torch.Tensor
-    tensors: dict[str, Any]
-    wishes: dict[str, Any] | None
-    kept: tuple[Any, ...]
-
-    def is_same_as(self, other: "Step", block_size: int) -> bool:
-        """Whether both read and write the same slots, and draw the same tokens. Neither has guesses."""
-        if self.wishes != other.wishes:
-            return False
-        for name in ("tokens", "positions", "queries", "lengths"):  # a few numbers: lists are faster than tensors
-            if getattr(self, name).tolist() != getattr(other, name).tolist():
-                return False
-        ours, theirs = self.tables.tolist(), other.tables.tolist()
-        for mine, yours, length in zip(ours, theirs, self.lengths.tolist(), strict=True):
-            used = -(-length // block_size)  # blocks after them may have come since
-            if mine[:used] != yours[:used]:
-                return False
-        return True
 
 
 def why_eager(model: nn.Module) -> str:
@@ -301,7 +265,7 @@ class CpuRunner(GraphRunner):
         """Copy keys and values from slot to slot, as `CpuDecoder.move`."""
         self.native.decoder.move(slots)
 
-    def prepare(self, caches: Any, inputs: Any, sampling: SamplingInputs) -> Step:
+    def prepare(self, caches: Any, inputs: Any, sampling: SamplingInputs) -> ReadyStep:
         """Make a decode step ready that draws the token after each row.
 
         Args:
@@ -325,7 +289,7 @@ class CpuRunner(GraphRunner):
     def _prepare(
         self, caches: Any, is_decoding: bool, rows: Sequence[torch.Tensor], num_positions: int, hidden: torch.Tensor | None,
         wishes: dict[str, Any] | None = None, parents: torch.Tensor | None = None,
-    ) -> Step:  # fmt: skip
+    ) -> ReadyStep:  # fmt: skip
         """`rows`: tokens, positions, query lengths, lengths and tables, as `DecoderStep` has them."""
         if self._bound is not caches:
             self._bind(caches)
@@ -342,9 +306,9 @@ class CpuRunner(GraphRunner):
         }  # fmt: skip
         if parents is not None:
             tensors["parents"] = parents.data_ptr()
-        return Step(is_decoding, *whole, tensors, wishes, (angles, hidden, parents))
+        return ReadyStep(is_decoding, *whole, tensors, wishes, (angles, hidden, parents))
 
-    def follow(self, step: Step, drawn: list[Sampled]) -> None:
+    def follow(self, step: ReadyStep, drawn: list[Sampled]) -> None:
         """Turn a decode step without guesses into the one after it. `drawn`: what it has drawn."""
         tokens = [token for token, _, _ in drawn]
         step.tokens.numpy().reshape(-1)[:] = tokens
@@ -356,7 +320,7 @@ class CpuRunner(GraphRunner):
         step.kept = (angles, *step.kept[1:])
         follow(step.wishes, tokens)
 
-    def run(self, step: Step, begin: Callable[[], None] | None = None) -> list[Sampled]:
+    def run(self, step: ReadyStep, begin: Callable[[], None] | None = None) -> list[Sampled]:
         """Run a step. Returns the tokens that it draws.
 
         Args:
@@ -368,8 +332,9 @@ class CpuRunner(GraphRunner):
         return self._run_native(step, None, self._exchanged(step), begin)[0]
 
     def _run_native(
-        self, step: Step, chosen: dict[str, Any] | None, exchanges: list[LayerExchange] | None, begin: Callable[[], None] | None
-    ) -> tuple[list[Sampled], str, float]:
+        self, step: ReadyStep, chosen: dict[str, Any] | None, exchanges: list[LayerExchange] | None,
+        begin: Callable[[], None] | None,
+    ) -> tuple[list[Sampled], str, float]:  # fmt: skip
         """Run a step. Returns what `CpuDecoder.run` does, but for the time in exchanges."""
         start = time.perf_counter()
         if begin is not None:
@@ -383,12 +348,12 @@ class CpuRunner(GraphRunner):
     def _agree(self, fault: str) -> str:
         return self.native.ranks.agree(self._exchanges.of_step(1, "decode")[-1].exchange, fault)
 
-    def _exchanged(self, step: Step) -> list[LayerExchange] | None:
+    def _exchanged(self, step: ReadyStep) -> list[LayerExchange] | None:
         if self._exchanges is None:
             return None
         return self._exchanges.of_step(step.tokens.numel(), _phase(step.is_decoding))
 
-    def _run_sparse(self, step: Step, begin: Callable[[], None] | None) -> list[Sampled]:
+    def _run_sparse(self, step: ReadyStep, begin: Callable[[], None] | None) -> list[Sampled]:
         """Run a step that reads the blocks that a policy chooses, and observes what it wants to know."""
         sparse, tensors, is_decoding = self._sparse, step.tensors, step.is_decoding
         queries, lengths, tables = step.queries, step.lengths, step.tables

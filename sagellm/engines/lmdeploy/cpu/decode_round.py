@@ -34,7 +34,7 @@ def run_round(
         post: calls a function on the engine's event loop.
 
     Returns:
-        What is left to do once the engine has been told that the round is over. It hands over the last tokens.
+        A function to call once the engine knows that the round is over. It hands over the last tokens.
     """
     ahead: RunAhead | None = getattr(agent, "sage_ahead", None)
     if any(more.values()) or not _is_plain(agent, inputs, sampling_inputs):

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
-from sagellm.engines.lmdeploy.cpu.compiled import CpuRunner, Step
+from sagellm.engines.lmdeploy.cpu.compiled import CpuRunner
 from sagellm.engines.lmdeploy.cpu.operators.sampling import Sampled
+from sagellm.engines.lmdeploy.cpu.ready_step import ReadyStep
 
 __all__ = ["RunAhead"]
 
@@ -13,13 +14,13 @@ FEWEST_RIGHT, MOST_RIGHT = 2, 64
 class RunAhead:
     """The step after a round of an agent, computed while the engine still decides what comes next.
 
-    It is the same sequences with the tokens that they have just got. What the engine asks for is compared with it: tokens,
-    blocks, lengths, and how tokens are drawn. If it is the same, the result is there already. Otherwise the result is dropped.
-    That is harmless. The step has written the keys and values of one token, to a slot that was allocated for this token, and a
-    slot is read only after it was written for its owner.
+    The forecast is: the same sequences go on with the tokens that they have just got. The engine's own choice is compared with
+    it: tokens, blocks, lengths, and how tokens are drawn. If both are the same, the result is there already. Otherwise it is
+    dropped, and nothing has to be undone. The step has written the keys and values of one token to a slot that was allocated
+    for this token, and the owner of a slot writes it before it reads it.
 
-    A wrong step takes time, so a step runs ahead only after some right forecasts in a row, twice as many after each wrong step.
-    None runs while a prompt waits.
+    A wrong forecast costs the time of a step. So a step runs ahead only after some right forecasts in a row, and after twice as
+    many once one was wrong. None runs while a prompt waits.
 
     Args:
         is_prompt_waiting: whether the engine has requests that wait for their first step.
@@ -28,7 +29,7 @@ class RunAhead:
     def __init__(self, is_prompt_waiting: Callable[[], bool]) -> None:
         self.used = self.wasted = 0  # steps that ran ahead
         self._is_prompt_waiting = is_prompt_waiting
-        self._expected: Step | None = None
+        self._expected: ReadyStep | None = None
         self._drawn: list[Sampled] | None = None
         self._num_right, self._needed = 0, FEWEST_RIGHT
 
@@ -37,7 +38,7 @@ class RunAhead:
         """Whether the next step may run ahead."""
         return self._num_right >= self._needed and not self._is_prompt_waiting()
 
-    def expect(self, step: Step) -> None:
+    def expect(self, step: ReadyStep) -> None:
         """Take the step that will probably come next."""
         self._expected = step
 
@@ -45,11 +46,16 @@ class RunAhead:
         """Run the expected step."""
         self._drawn = runner.run(self._expected, begin)
 
-    def take(self, step: Step, block_size: int) -> list[Sampled] | None:
+    def take(self, step: ReadyStep, block_size: int) -> list[Sampled] | None:
         """Return the tokens of the step that the engine asks for, if it has run ahead."""
-        expected, drawn = self._expected, self._drawn
-        self._expected = self._drawn = None
-        is_right = expected is not None and step.is_same_as(expected, block_size)
+        return self._settle(self._expected is not None and step.is_same_as(self._expected, block_size))
+
+    def forget(self) -> None:
+        """The engine asks for a step of another kind."""
+        self._settle(False)
+
+    def _settle(self, is_right: bool) -> list[Sampled] | None:
+        drawn, self._expected, self._drawn = self._drawn, None, None
         self._num_right = self._num_right + 1 if is_right else 0
         if drawn is None:
             return None
@@ -60,9 +66,3 @@ class RunAhead:
         self.wasted += 1
         self._needed = min(MOST_RIGHT, 2 * self._needed)
         return None
-
-    def forget(self) -> None:
-        """The engine asks for a step of another kind."""
-        self.wasted += self._drawn is not None
-        self._expected = self._drawn = None
-        self._num_right = 0

@@ -251,23 +251,22 @@ class BonusOfAnotherRow(judging.Speculator):
 class SeesSiblings(CpuRunner):
     """A token of a tree sees the guess before it, of whatever branch that is."""
 
-    def _run(self, *args, parents=None, **more):
-        if parents is not None:
-            starts = (parents < 0).nonzero()[:, 0]
-            parents = torch.cat([torch.arange(-1, len(part) - 1) for part in parents.tensor_split(starts[1:])])
-        return super()._run(*args, parents=parents, **more)
+    def _tree_rows(self, before, queries):
+        positions, parents = super()._tree_rows(before, queries)
+        starts = (parents < 0).nonzero()[:, 0]
+        return positions, torch.cat([torch.arange(-1, len(part) - 1) for part in parents.tensor_split(starts[1:])])
 
 
 class WrongPositions(CpuRunner):
     """Tokens of a tree count the guesses before them, as in a chain."""
 
-    def _run(self, caches, is_decoding, tokens, positions, *args, parents=None, **more):
-        if parents is not None:
-            starts = (parents < 0).nonzero()[:, 0]
-            parts = positions.flatten().tensor_split(starts[1:])
-            positions = torch.cat([part[0] + torch.arange(len(part)) for part in parts])
-            args = (max(args[0], int(positions.max()) + 1), *args[1:])
-        return super()._run(caches, is_decoding, tokens, positions, *args, parents=parents, **more)
+    def _tree_rows(self, before, queries):
+        positions, parents = super()._tree_rows(before, queries)
+        parts = positions.tensor_split((parents < 0).nonzero()[1:, 0])
+        return torch.cat([part[0] + torch.arange(len(part)) for part in parts]), parents
+
+    def _prepare(self, caches, is_decoding, rows, num_positions, *args):
+        return super()._prepare(caches, is_decoding, rows, max(num_positions, int(rows[1].max()) + 1), *args)
 
 
 class LeavesKeys(CpuRunner):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sagellm.engines.lmdeploy.cpu import decode_round
-from sagellm.engines.lmdeploy.cpu.compiled import Step
+from sagellm.engines.lmdeploy.cpu.ready_step import ReadyStep
 from sagellm.engines.lmdeploy.cpu.run_ahead import FEWEST_RIGHT, RunAhead
 from tests.engines.lmdeploy.guesses import ask, tokens_of
 from tests.reference import make_prompts
@@ -75,7 +75,7 @@ def test_guesses_are_computed_and_sampled_in_the_same_rounds(start_engine, round
 def test_requests_end_where_lmdeploys_own_steps_end_them(start_engine, rounds, steps):
     prompts, words = make_prompts((20, 35, 50), seed=8), list(range(0, 256, 2))
     ends = [dict(stop_token_ids=words), dict(stop_token_ids=words, min_new_tokens=9), dict(stop_token_ids=[1])]
-    every = [dict(SAMPLED, random_seed=place, **end) for place, end in enumerate(ends)]
+    every = [dict(SAMPLED, random_seed=place, ignore_eos=False, **end) for place, end in enumerate(ends)]
     engine = start_engine(decode_round=steps)
     found = tokens_of(ask(engine, prompts, every))
     assert len(found[0]) < 9 <= len(found[1]) < len(found[2]) and rounds.native
@@ -137,9 +137,9 @@ def test_no_step_with_a_memory_runs_ahead(start_engine, config):
 
 
 def test_wrong_forecasts_become_rare():
-    def step(token: int) -> Step:
+    def step(token: int) -> ReadyStep:
         one = torch.tensor([token])
-        return Step(True, one, one, one, one, one[None], {}, None, ())
+        return ReadyStep(True, one, one, one, one, one[None], {}, None, ())
 
     class Runner:
         def run(self, expected, begin):
@@ -158,9 +158,9 @@ def test_wrong_forecasts_become_rare():
 
 @pytest.mark.parametrize("name", ["tokens", "positions", "queries", "lengths", "tables", "wishes"])
 def test_steps_differ_in_any_part_that_is_read(name):
-    def step() -> Step:
+    def step() -> ReadyStep:
         rows = [torch.tensor([each, each + 1]) for each in (5, 40, 1, 41)]
-        return Step(True, *rows, torch.tensor([[3, 4, 5, 0], [6, 7, 8, 9]]), {}, {"seeds": [1, 2]}, ())
+        return ReadyStep(True, *rows, torch.tensor([[3, 4, 5, 0], [6, 7, 8, 9]]), {}, {"seeds": [1, 2]}, ())
 
     one, other = step(), step()
     assert one.is_same_as(other, 16)
