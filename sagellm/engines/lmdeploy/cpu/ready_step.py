@@ -10,7 +10,7 @@ __all__ = ["ReadyStep"]
 
 @dataclass(slots=True)
 class ReadyStep:
-    """What a native step reads: numbers, and where they are.
+    """Numbers that a native step reads, and where they lie.
 
     Attributes:
         tokens, positions: int64 [rows].
