@@ -92,6 +92,7 @@ def _steps(
     """Run steps with guesses, with a choice of blocks, or with tokens that are forbidden for a while."""
     runner, strategy, cache = agent.patched_model, agent.agent_strategy, agent.cache_engine
     speculator, begin = _speculator(strategy), _nothing
+    is_sparse = steps_of(cache.cache_config) is not None
     for number in range(loop_count):
         is_last = number == loop_count - 1
         wishes = sampling_inputs
@@ -113,6 +114,9 @@ def _steps(
                 extra_outputs=strategy.make_extra_outputs(extra_inputs, last_loop_step=is_last),
             )  # fmt: skip
             begin = partial(agent._push_output, outputs)
+            if is_sparse:  # what the policy chose goes with the tokens of its step, and the next step chooses before it begins
+                begin()
+                begin = _nothing
         if not is_last:
             inputs, extra_inputs = strategy.update_inputs_for_next_step(
                 inputs, sampling_inputs, next_token_ids=tokens, model_metas=None, extra_inputs=extra_inputs
