@@ -14,6 +14,7 @@ from lmdeploy.pytorch.strategies.ar.model_agent import ARModelAgentStrategy, ARS
 
 from sagellm.engines.lmdeploy.cpu.compiled import CpuRunner
 from sagellm.engines.lmdeploy.cpu.operators.sampling import Sampled, draws_of
+from sagellm.engines.lmdeploy.cpu.ready_step import ReadyStep
 from sagellm.engines.lmdeploy.cpu.run_ahead import RunAhead
 from sagellm.engines.lmdeploy.sparsity import reading, steps_of
 
@@ -72,9 +73,19 @@ def _steady_steps(
             begin = partial(post, _push, agent, drawn, stopped, has_logprobs, number == loop_count - 1)
     if ahead is None or any(stopped):
         return begin
+    if not ahead.is_due:
+        return partial(_hand_over_and_expect, ahead, runner, step, drawn, begin)
     runner.follow(step, drawn)
     ahead.expect(step)
-    return partial(ahead.run, runner, begin) if ahead.is_due else begin
+    return partial(ahead.run, runner, begin)
+
+
+def _hand_over_and_expect(
+    ahead: RunAhead, runner: CpuRunner, step: ReadyStep, drawn: list[Sampled], begin: Callable[[], None]
+) -> None:
+    begin()
+    runner.follow(step, drawn)
+    ahead.expect(step)
 
 
 def _push(agent: Any, drawn: list[Sampled], stopped: list[bool], has_logprobs: bool, is_last: bool) -> None:
