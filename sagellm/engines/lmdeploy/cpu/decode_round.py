@@ -14,7 +14,6 @@ from lmdeploy.pytorch.strategies.ar.model_agent import ARModelAgentStrategy, ARS
 
 from sagellm.engines.lmdeploy.cpu.compiled import CpuRunner
 from sagellm.engines.lmdeploy.cpu.operators.sampling import Sampled, draws_of
-from sagellm.engines.lmdeploy.cpu.ready_step import ReadyStep
 from sagellm.engines.lmdeploy.cpu.run_ahead import RunAhead
 from sagellm.engines.lmdeploy.sparsity import reading, steps_of
 
@@ -61,7 +60,7 @@ def _steady_steps(
     runner, cache = agent.patched_model, agent.cache_engine
     stops = _Stops(criteria, sampling.stop_words)
     step = runner.prepare(cache.gpu_cache, inputs, sampling)
-    drawn = None if ahead is None else ahead.take(step, cache.cache_config.block_size)
+    drawn = None if ahead is None else ahead.take(runner, step, cache.cache_config.block_size)
     begin, has_logprobs = _nothing, sampling.max_num_logprobs >= 0
     for number in range(loop_count):
         if number:
@@ -73,19 +72,11 @@ def _steady_steps(
             begin = partial(post, _push, agent, drawn, stopped, has_logprobs, number == loop_count - 1)
     if ahead is None or any(stopped):
         return begin
+    ahead.expect(step, drawn)
     if not ahead.is_due:
-        return partial(_hand_over_and_expect, ahead, runner, step, drawn, begin)
-    runner.follow(step, drawn)
-    ahead.expect(step)
+        return begin
+    ahead.prepare(runner)  # now: the engine takes turns with this thread once it is told
     return partial(ahead.run, runner, begin)
-
-
-def _hand_over_and_expect(
-    ahead: RunAhead, runner: CpuRunner, step: ReadyStep, drawn: list[Sampled], begin: Callable[[], None]
-) -> None:
-    begin()
-    runner.follow(step, drawn)
-    ahead.expect(step)
 
 
 def _push(agent: Any, drawn: list[Sampled], stopped: list[bool], has_logprobs: bool, is_last: bool) -> None:

@@ -29,8 +29,9 @@ class RunAhead:
     def __init__(self, is_prompt_waiting: Callable[[], bool]) -> None:
         self.used = self.wasted = 0  # steps that ran ahead
         self._is_prompt_waiting = is_prompt_waiting
-        self._expected: ReadyStep | None = None
-        self._drawn: list[Sampled] | None = None
+        self._last: tuple[ReadyStep, list[Sampled]] | None = None  # the step before, and its tokens
+        self._is_ready = False  # the step has become the expected one
+        self._drawn: list[Sampled] | None = None  # tokens of the expected one, if it has run
         self._num_right, self._needed = 0, FEWEST_RIGHT
 
     @property
@@ -38,24 +39,36 @@ class RunAhead:
         """Whether the next step may run ahead."""
         return self._num_right >= self._needed and not self._is_prompt_waiting()
 
-    def expect(self, step: ReadyStep) -> None:
-        """Take the step that will probably come next."""
-        self._expected = step
+    def expect(self, step: ReadyStep, drawn: list[Sampled]) -> None:
+        """Expect the step that follows `step`, which has drawn these tokens. `step` may be changed from now on."""
+        self._last, self._is_ready = (step, drawn), False
+
+    def prepare(self, runner: CpuRunner) -> None:
+        """Make the expected step ready to `run`."""
+        runner.follow(*self._last)
+        self._is_ready = True
 
     def run(self, runner: CpuRunner, begin: Callable[[], None]) -> None:
         """Run the expected step."""
-        self._drawn = runner.run(self._expected, begin)
+        self._drawn = runner.run(self._last[0], begin)
 
-    def take(self, step: ReadyStep, block_size: int) -> list[Sampled] | None:
+    def take(self, runner: CpuRunner, step: ReadyStep, block_size: int) -> list[Sampled] | None:
         """Return the tokens of the step that the engine asks for, if it has run ahead."""
-        return self._settle(self._expected is not None and step.is_same_as(self._expected, block_size))
+        if self._last is None:
+            return self._settle(False)
+        expected, drawn = self._last
+        if not self._is_ready:
+            if step.tokens.flatten().tolist() != [token for token, _, _ in drawn]:  # the usual reason
+                return self._settle(False)
+            runner.follow(expected, drawn)
+        return self._settle(step.is_same_as(expected, block_size))
 
     def forget(self) -> None:
         """The engine asks for a step of another kind."""
         self._settle(False)
 
     def _settle(self, is_right: bool) -> list[Sampled] | None:
-        drawn, self._expected, self._drawn = self._drawn, None, None
+        drawn, self._last, self._drawn = self._drawn, None, None
         self._num_right = self._num_right + 1 if is_right else 0
         if drawn is None:
             return None

@@ -142,17 +142,22 @@ def test_wrong_forecasts_become_rare():
         return ReadyStep(True, one, one, one, one, one[None], {}, None, ())
 
     class Runner:
-        def run(self, expected, begin):
-            return [(0, [], [])]
+        def follow(self, step, drawn):
+            step.tokens += 1
 
-    ahead = RunAhead(lambda: False)
+        def run(self, expected, begin):
+            return [(int(expected.tokens), [], [])]
+
+    ahead, runner = RunAhead(lambda: False), Runner()
     for place in range(1000):  # two right forecasts, then a wrong one
-        if ahead.is_due:
-            ahead.expect(step(place))
-            ahead.run(Runner(), lambda: None)
-        else:
-            ahead.expect(step(place))
-        assert (ahead.take(step(place + (place % 3 == 2)), 16) is None) or place % 3 != 2
+        ahead.expect(step(place), [(place + 1, [], [])])
+        ran = ahead.is_due
+        if ran:
+            ahead.prepare(runner)
+            ahead.run(runner, lambda: None)
+        is_right = place % 3 != 2
+        taken = ahead.take(runner, step(place + 1 if is_right else 0), 16)
+        assert taken == ([(place + 1, [], [])] if ran and is_right else None)
     assert 0 < ahead.wasted < 3
 
 
