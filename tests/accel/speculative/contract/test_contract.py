@@ -265,8 +265,9 @@ class WrongPositions(CpuRunner):
         parts = positions.tensor_split((parents < 0).nonzero()[1:, 0])
         return torch.cat([part[0] + torch.arange(len(part)) for part in parts]), parents
 
-    def _prepare(self, caches, is_decoding, rows, num_positions, *args):
-        return super()._prepare(caches, is_decoding, rows, max(num_positions, int(rows[1].max()) + 1), *args)
+    def _prepare(self, caches, is_decoding, rows, num_positions, *args, **options):
+        num_positions = max(num_positions, int(rows[1].max()) + 1)
+        return super()._prepare(caches, is_decoding, rows, num_positions, *args, **options)
 
 
 class LeavesKeys(CpuRunner):
