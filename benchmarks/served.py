@@ -1,9 +1,10 @@
 """The layer itself, served: LMDeploy's own server with the CPU device alone, against ours with all patches and no plug-in.
 
-    python -m benchmarks.served [--model smollm2] [--tensor-parallel 2] [--rounds 8] [--out FILE]
+    python -m benchmarks.served [--model smollm2] [--tensor-parallel 2] [--starts 4] [--rounds 4] [--out FILE]
 
 Both are up together and answer the same work in turn: requests at once that share prefixes in groups, with prompts that no
-earlier round had. LMDeploy's tree is the installed one less every patched line but those of 0006. Without these it has no CPU
+earlier round had. They are started several times, since a process is up to 5% slower or faster by where its memory lies.
+LMDeploy's tree is the installed one less every patched line but those of 0006. Without these it has no CPU
 device. Prefix hits, and the share of a step in which workers wait for each other, are counted inside both servers by the same
 code (`served_probe.py`). So is the time of the native steps, which no patch changes: the rest is what a server itself takes.
 MFU: operations of the tokens that were computed, by the machine's best rate of torch's products.
@@ -15,6 +16,8 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import click
@@ -35,7 +38,7 @@ from benchmarks.processes import READY_S, ServerProcess, free_port, wait_until
 from sagellm.models import find_model
 
 REQUESTS, GROUPS, SHARED, OWN, NEW, AT_ONCE = 16, 4, 256, 64, 48, 4
-CONTEXT, BLOCK, PREFILL, STARTS = 2048, 64, 512, 10
+CONTEXT, BLOCK, PREFILL, TRIES = 2048, 64, 512, 10
 OURS, THEIRS = "all patches, no plug-in", "LMDeploy, CPU device alone"
 
 
@@ -53,12 +56,12 @@ class LMDeployServer(ServerProcess):
         super().__init__(command, port, env={"OMP_NUM_THREADS": str(threads)} | workers_env | env)
 
     def __enter__(self) -> "LMDeployServer":
-        for _ in range(STARTS):
+        for _ in range(TRIES):
             if wait_until("LMDeploy's server is ready", self._state, READY_S) == "ready":
                 return self
             self.kill()
             self.start()
-        raise BenchmarkError(f"LMDeploy's engine process died at each of {STARTS} starts")
+        raise BenchmarkError(f"LMDeploy's engine process died at each of {TRIES} starts")
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -80,38 +83,31 @@ class LMDeployServer(ServerProcess):
 
 @click.command()
 @click.option("--model", default="smollm2", show_default=True, help="Name of a model.")
-@click.option("--rounds", default=8, show_default=True, help="Measured rounds of each server.")
+@click.option("--starts", default=4, show_default=True, help="Starts of each server.")
+@click.option("--rounds", default=4, show_default=True, help="Measured rounds of each start.")
 @click.option("--threads", default=2, show_default=True, help="Compute threads of a server.")
 @click.option("--tensor-parallel", default=1, show_default=True, help="Workers of a server, which share its threads.")
 @with_output
-def main(model: str, rounds: int, threads: int, tensor_parallel: int, output: Output) -> None:
+def main(model: str, starts: int, rounds: int, threads: int, tensor_parallel: int, output: Output) -> None:
     """Measure, print a table, and write the result."""
-    of_worker = max(1, threads // tensor_parallel)
-    flags = ["--context-length", CONTEXT, "--max-batch-size", AT_ONCE, "--block-size", BLOCK, "--threads", of_worker]
-    flags += ["--decode-round", 16, "--max-prefill-tokens", PREFILL, "--dtype", "bfloat16"]  # LMDeploy's round
-    flags += ["--tensor-parallel", tensor_parallel]
-    folder, port = model_folder(model), free_port()
-    shape, peak = read_shape(folder), max(peak_flops("cpu", dtype, threads)[0] for dtype in ("bfloat16", "float32"))
-    with tempfile.TemporaryDirectory() as scratch:
-        tree, counts = write_bare_tree(Path(scratch) / "bare"), {name: Path(scratch) / name for name in (THEIRS, OURS)}
-        command = [sys.executable, "-m", "sagellm.serve", "--model", model, "--port", port, "--json", *flags]
-        env = {THEIRS: served_probe.environment(counts[THEIRS], tree), OURS: served_probe.environment(counts[OURS])}
-        with (
-            LMDeployServer(folder, find_model(model).name, of_worker, tensor_parallel, env[THEIRS]) as theirs,
-            Group(command, port, env=env[OURS]) as ours,
-        ):
-            servers = {THEIRS: theirs.url, OURS: ours.url}
-            found: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
+    shape = read_shape(model_folder(model))
+    peak = max(peak_flops("cpu", dtype, threads)[0] for dtype in ("bfloat16", "float32"))
+    found: dict[str, list[dict[str, float]]] = {THEIRS: [], OURS: []}
+    for start in range(starts):
+        with _servers(model, max(1, threads // tensor_parallel), tensor_parallel, ours_first=start % 2 == 1) as servers:
             for number in range(rounds + 1):
-                for name in servers if number % 2 else reversed(servers):
-                    before = served_probe.read(counts[name])
-                    replies = ask_all(servers[name], _work(model, number), AT_ONCE)
-                    counted = _since(before, served_probe.read(counts[name]))
+                work = _work(model, start * (rounds + 1) + number)
+                for name in found if number % 2 else reversed(found):
+                    url, counts = servers[name]
+                    before = served_probe.read(counts)
+                    replies = ask_all(url, work, AT_ONCE)
+                    counted = _since(before, served_probe.read(counts))
                     if number:
                         found[name].append(_figures(replies, counted, shape, peak))
     keys = list(found[OURS][0])
     result = {
-        "model": model, "rounds": rounds, "threads": threads, "tensor_parallel": tensor_parallel, "peak_gflop_s": peak / 1e9,
+        "model": model, "starts": starts, "rounds": rounds, "threads": threads, "tensor_parallel": tensor_parallel,
+        "peak_gflop_s": peak / 1e9,
         "figures": {name: {key: summary([each[key] for each in every]) for key in keys} for name, every in found.items()},
         "ratio": {
             key: paired_ratio(*([each[key] for each in found[name]] for name in (OURS, THEIRS)))
@@ -127,6 +123,25 @@ def main(model: str, rounds: int, threads: int, tensor_parallel: int, output: Ou
     ]  # fmt: skip
     output.say(table(["figure", THEIRS, OURS, "ratio"], rows))
     output.finish(result)
+
+
+@contextmanager
+def _servers(model: str, threads: int, workers: int, ours_first: bool) -> Iterator[dict[str, tuple[str, Path]]]:
+    """Yield the URL of each server, and the folder in which its processes count. `threads`: of each worker."""
+    flags = ["--context-length", CONTEXT, "--max-batch-size", AT_ONCE, "--block-size", BLOCK, "--threads", threads]
+    flags += ["--decode-round", 16, "--max-prefill-tokens", PREFILL, "--dtype", "bfloat16"]  # LMDeploy's round
+    flags += ["--tensor-parallel", workers]
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        tree, counts = write_bare_tree(Path(scratch) / "bare"), {name: Path(scratch) / name for name in (THEIRS, OURS)}
+        env = {THEIRS: served_probe.environment(counts[THEIRS], tree), OURS: served_probe.environment(counts[OURS])}
+        folder, name, port = model_folder(model), find_model(model).name, free_port()
+        command = [sys.executable, "-m", "sagellm.serve", "--model", model, "--port", port, "--json", *flags]
+        start: dict[str, Callable[[], ServerProcess]] = {
+            THEIRS: lambda: LMDeployServer(folder, name, threads, workers, env[THEIRS]),
+            OURS: lambda: Group(command, port, env=env[OURS]),
+        }
+        order = (OURS, THEIRS) if ours_first else (THEIRS, OURS)
+        yield {name: (stack.enter_context(start[name]()).url, counts[name]) for name in order}
 
 
 def _since(before: dict[str, served_probe.Counts], after: dict[str, served_probe.Counts]) -> list[served_probe.Counts]:

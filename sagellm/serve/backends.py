@@ -14,7 +14,7 @@ from sagellm.engines.lmdeploy.architecture import check_harmony
 from sagellm.engines.lmdeploy.device_settings import check_threads, set_threads
 from sagellm.engines.lmdeploy.engine import build_engine_config, check_quantization, hook_config, require_patched
 from sagellm.engines.lmdeploy.ray_workers import set_ray
-from sagellm.engines.lmdeploy.rpc import fail_when_dead
+from sagellm.engines.lmdeploy.rpc import SentOutputs, fail_when_dead
 from sagellm.engines.lmdeploy.settings_plugins import all_plugins, check_settings_plugins
 from sagellm.engines.lmdeploy.sizing import Sizes, resolve_device
 from sagellm.serve.metrics import TurboMindCollector, register
@@ -93,6 +93,7 @@ class PytorchBackend:
     def extend(self, engine: Any) -> None:
         register(engine)
         fail_when_dead(engine.engine.rpc_client, engine.engine.proc)
+        SentOutputs(engine.engine.rpc_client)
 
     async def command(self, engine: Any, name: str, **arguments: Any) -> Any:
         answer = await self.ask(engine, name, arguments)

@@ -12,7 +12,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -317,6 +317,8 @@ class Launch:
             from sagellm.serve.registration import Registration
 
             server.registration = Registration(self.member, next(iter(self.config.api_key), ""), server.leave)
+        if self.banner.device == "cpu":
+            _yield_to_engine()
         server.run(sockets=[self.listener])
         self.watch.stop()
         if self.watch.engine_died:  # it may have been before `shutdown`
@@ -357,6 +359,16 @@ class Launch:
         engine.tokenizer.detokenize_incrementally = by_token(engine.tokenizer.detokenize_incrementally)
         engine.generate = GuardedGeneration(engine, self.watch.report_dead_loop)
         self.backend.extend(engine)
+
+
+def _yield_to_engine() -> None:
+    """Let this thread wait for its turn, where it would interrupt another as soon as it has something to do.
+
+    The threads of a step wait for each other. One that a piece of text interrupts holds up all.
+    """
+    if hasattr(os, "SCHED_BATCH"):
+        with suppress(OSError):  # a container may forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH | os.SCHED_RESET_ON_FORK, os.sched_param(0))
 
 
 class _Server(uvicorn.Server):

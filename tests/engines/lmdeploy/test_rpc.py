@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from multiprocessing.shared_memory import SharedMemory
 
 import numpy as np
 import pytest
-from lmdeploy.messages import GenerationConfig, ResponseType
+from lmdeploy.messages import EngineOutput, GenerationConfig, ResponseType
 from lmdeploy.pytorch.engine.executor.mp_executor import Notifier, SharedBuffer
 from lmdeploy.pytorch.engine.mp_engine.zmq_rpc import AsyncRPCClient, AsyncRPCServer
 
@@ -72,6 +74,7 @@ class Server(AsyncRPCServer):
         self.register_method("slow", self.slow)
         self.register_method("quick", lambda: "quick")
         self.register_method("stop", self.stop)
+        self.register_method("count", self.count)
         self.thread = threading.Thread(target=lambda: asyncio.run(self.run()))
 
     async def slow(self) -> str:
@@ -79,6 +82,32 @@ class Server(AsyncRPCServer):
         self.holds.set()
         assert self.release.wait(LIMIT_S)
         return "slow"
+
+    async def count(self, numbers: int, fault: str = "") -> AsyncIterator[EngineOutput]:
+        """Yield numbers, one in each turn of the loop."""
+        for number in range(numbers):
+            await asyncio.sleep(0)
+            yield EngineOutput(ResponseType.SUCCESS, [number], logprobs=[{number: -1.0}])
+        if fault:
+            raise ValueError(fault)
+
+
+class Client(AsyncRPCClient):
+    """Gets outputs sent; keeps the messages that came."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(port)
+        rpc.SentOutputs(self)
+        self.messages, take = [], self._set_reply
+        self._set_reply = lambda message: (self.messages.append(message), take(message))
+
+    async def tokens(self, numbers: int, pause_s: float = 0.0, fault: str = "") -> list[list[int]]:
+        found = []
+        async for output in self.async_stream_call("count", numbers, fault=fault):
+            await asyncio.sleep(pause_s)
+            assert output.logprobs == [{token: -1.0} for token in output.token_ids]
+            found.append(output.token_ids)
+        return found
 
 
 @pytest.fixture
@@ -108,6 +137,63 @@ def test_a_call_that_comes_while_an_answer_goes_out_is_heard(server: Server):
             client.stop()
 
     assert asyncio.run(ask()) == ["slow", "quick"]
+
+
+def test_outputs_of_one_turn_are_one_message(server: Server):
+    async def ask() -> tuple[list, int]:
+        client = Client(server.get_port())
+        found = await asyncio.wait_for(asyncio.gather(*[client.tokens(50) for _ in range(8)]), LIMIT_S)
+        client.stop()
+        return found, sum("outputs" in each for each in client.messages)
+
+    found, messages = asyncio.run(ask())
+    assert [list(chain(*each)) for each in found] == [list(range(50))] * 8
+    assert messages < 8 * 50 / 2
+
+
+def test_outputs_that_nobody_has_read_are_joined_and_none_is_lost(server: Server):
+    """ZeroMQ's own limit is 1000 messages at either end, beside the buffers of the connection."""
+    numbers = 20_000
+
+    async def ask() -> list[list[int]]:
+        client = Client(server.get_port())
+        reading = asyncio.create_task(client.tokens(numbers, pause_s=0.01))
+        while not client.messages:
+            await asyncio.sleep(0)
+        time.sleep(3.0)  # the server goes on meanwhile
+        try:
+            return await asyncio.wait_for(reading, LIMIT_S)
+        finally:
+            client.stop()
+
+    found = asyncio.run(ask())
+    assert list(chain(*found)) == list(range(numbers))
+    assert len(found) < numbers / 10
+
+
+def test_a_stream_that_fails_raises_after_its_outputs(server: Server):
+    async def ask() -> list[int]:
+        client, found = Client(server.get_port()), []
+        with pytest.raises(EngineError, match="out of numbers"):
+            async for output in client.async_stream_call("count", 3, fault="out of numbers"):
+                found += output.token_ids
+        client.stop()
+        return found
+
+    assert asyncio.run(ask()) == [0, 1, 2]
+
+
+def test_a_reader_that_leaves_holds_up_nobody(server: Server):
+    async def ask() -> list[list[int]]:
+        client = Client(server.get_port())
+        leaving = client.async_stream_call("count", 1000)
+        await anext(leaving)
+        await leaving.aclose()
+        found = await asyncio.wait_for(client.tokens(5), LIMIT_S)
+        client.stop()
+        return found
+
+    assert list(chain(*asyncio.run(ask()))) == list(range(5))
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Answers of the server, through the client that users have."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -34,6 +35,11 @@ def test_the_engine_started_before_the_server_had_loaded_its_handlers(server):
     whole, engine = psutil.Process(server.process.pid), server.engine_process()
     assert engine.cmdline() == whole.cmdline()
     assert has_handlers(whole) and not has_handlers(engine)
+
+
+def test_the_server_waits_for_its_turn_and_its_engine_does_not(server):
+    processes = (server.process.pid, server.engine_process().pid)
+    assert [os.sched_getscheduler(each) & ~os.SCHED_RESET_ON_FORK for each in processes] == [os.SCHED_BATCH, os.SCHED_OTHER]
 
 
 def test_completions_and_encoding(server, client):
