@@ -146,7 +146,7 @@ class SentOutputs:
                 self._streams[stream].put_nowait((output, fault))
 
     async def _call(self, method: str, *args: Any, **options: Any) -> AsyncIterator[Any]:
-        """Yield what the method does. Outputs that came while nobody read are joined, as LMDeploy does."""
+        """Yield what the method does. Outputs that its reader has not taken yet are joined, as LMDeploy does."""
         stream, fault = next(self._numbers), None
         came = self._streams[stream] = asyncio.Queue()
         try:

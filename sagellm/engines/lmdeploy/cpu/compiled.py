@@ -315,30 +315,30 @@ class CpuRunner(GraphRunner):
         for each in (step.positions, step.lengths):
             numbers = each.numpy()
             numbers += 1
-        angles = self.native.rotary.table(int(step.positions.max()) + 1, torch.float32)
+        angles = self.native.rotary.table(int(step.positions.numpy().max()) + 1, torch.float32)
         step.tensors |= {"angles": angles.data_ptr(), "num_angles": len(angles)}
         step.kept = (angles, *step.kept[1:])
         follow(step.wishes, tokens)
 
-    def run(self, step: ReadyStep, begin: Callable[[], None] | None = None) -> list[Sampled]:
+    def run(self, step: ReadyStep, hand_over: Callable[[], None] | None = None) -> list[Sampled]:
         """Run a step. Returns the tokens that it draws.
 
         Args:
-            begin: called when nothing is left to do in Python: what it wakes up runs beside the native code, and takes no turns
-                with this thread.
+            hand_over: called when nothing is left to do in Python, so that what it wakes up runs beside the native code, and takes
+                no turns with this thread.
         """
         if self._sparse is not None:
-            return self._run_sparse(step, begin)
-        return self._run_native(step, None, self._exchanged(step), begin)[0]
+            return self._run_sparse(step, hand_over)
+        return self._run_native(step, None, self._exchanged(step), hand_over)[0]
 
     def _run_native(
         self, step: ReadyStep, chosen: dict[str, Any] | None, exchanges: list[LayerExchange] | None,
-        begin: Callable[[], None] | None,
+        hand_over: Callable[[], None] | None,
     ) -> tuple[list[Sampled], str, float]:  # fmt: skip
         """Run a step. Returns what `CpuDecoder.run` does, but for the time in exchanges."""
         start = time.perf_counter()
-        if begin is not None:
-            begin()
+        if hand_over is not None:
+            hand_over()
         *found, waited_s = self.native.decoder.run(team(), step.tensors, step.wishes, chosen, exchanges)
         if exchanges is not None:
             seconds = time.perf_counter() - start
@@ -353,7 +353,7 @@ class CpuRunner(GraphRunner):
             return None
         return self._exchanges.of_step(step.tokens.numel(), _phase(step.is_decoding))
 
-    def _run_sparse(self, step: ReadyStep, begin: Callable[[], None] | None) -> list[Sampled]:
+    def _run_sparse(self, step: ReadyStep, hand_over: Callable[[], None] | None) -> list[Sampled]:
         """Run a step that reads the blocks that a policy chooses, and observes what it wants to know."""
         sparse, tensors, is_decoding = self._sparse, step.tensors, step.is_decoding
         queries, lengths, tables = step.queries, step.lengths, step.tables
@@ -365,7 +365,7 @@ class CpuRunner(GraphRunner):
         if prompts is not None:
             tensors["prompts"] = prompts
         exchanges = self._exchanged(step)
-        drawn, fault, read = self._run_native(step, chosen, exchanges, begin)
+        drawn, fault, read = self._run_native(step, chosen, exchanges, hand_over)
         if fault:  # the step writes the same keys and draws the same tokens again
             if sparse.is_on:
                 sparse.switch_off(fault)

@@ -61,22 +61,22 @@ def _steady_steps(
     stops = _Stops(criteria, sampling.stop_words)
     step = runner.prepare(cache.gpu_cache, inputs, sampling)
     drawn = None if ahead is None else ahead.take(runner, step, cache.cache_config.block_size)
-    begin, has_logprobs = _nothing, sampling.max_num_logprobs >= 0
+    hand_over, has_logprobs = _nothing, sampling.max_num_logprobs >= 0
     for number in range(loop_count):
         if number:
             runner.follow(step, drawn)
         if number or drawn is None:
-            drawn = runner.run(step, begin)
+            drawn = runner.run(step, hand_over)
         stopped = stops.step(drawn)
         if agent.need_output:  # every worker draws the tokens, one tells them
-            begin = partial(post, _push, agent, drawn, stopped, has_logprobs, number == loop_count - 1)
+            hand_over = partial(post, _push, agent, drawn, stopped, has_logprobs, number == loop_count - 1)
     if ahead is None or any(stopped):
-        return begin
+        return hand_over
     ahead.expect(step, drawn)
     if not ahead.is_due:
-        return begin
+        return hand_over
     ahead.prepare(runner)  # now: the engine takes turns with this thread once it is told
-    return partial(ahead.run, runner, begin)
+    return partial(ahead.run, runner, hand_over)
 
 
 def _push(agent: Any, drawn: list[Sampled], stopped: list[bool], has_logprobs: bool, is_last: bool) -> None:
@@ -93,7 +93,7 @@ def _steps(
 ) -> Callable[[], None]:
     """Run steps with guesses, with a choice of blocks, or with tokens that are forbidden for a while."""
     runner, strategy, cache = agent.patched_model, agent.agent_strategy, agent.cache_engine
-    speculator, begin = _speculator(strategy), _nothing
+    speculator, hand_over = _speculator(strategy), _nothing
     is_sparse = steps_of(cache.cache_config) is not None
     for number in range(loop_count):
         is_last = number == loop_count - 1
@@ -103,7 +103,7 @@ def _steps(
             draws = draws_of(sampling_inputs) if speculator.takes_draws else None
             inputs = speculator.extend(inputs, extra_inputs, loop_count - 1 - number, False, ended, draws)
             wishes = speculator.rows_of(sampling_inputs)
-        drawn = runner.run(runner.prepare(cache.gpu_cache, reading(cache.cache_config, inputs), wishes), begin)
+        drawn = runner.run(runner.prepare(cache.gpu_cache, reading(cache.cache_config, inputs), wishes), hand_over)
         tokens, logprobs = _tokens(drawn), _logprobs(drawn) if wishes.max_num_logprobs >= 0 else None
         if speculator is not None:
             tokens, logprobs = speculator.settle(tokens, logprobs, sampling_inputs)
@@ -115,15 +115,15 @@ def _steps(
                 next_token_ids=tokens, stopped=stopped, stop_pos=stop_pos, logprobs=logprobs,
                 extra_outputs=strategy.make_extra_outputs(extra_inputs, last_loop_step=is_last),
             )  # fmt: skip
-            begin = partial(agent._push_output, outputs)
+            hand_over = partial(agent._push_output, outputs)
             if is_sparse:  # what the policy chose goes with the tokens of its step, and the next step chooses before it begins
-                begin()
-                begin = _nothing
+                hand_over()
+                hand_over = _nothing
         if not is_last:
             inputs, extra_inputs = strategy.update_inputs_for_next_step(
                 inputs, sampling_inputs, next_token_ids=tokens, model_metas=None, extra_inputs=extra_inputs
             )
-    return begin
+    return hand_over
 
 
 def _nothing() -> None:

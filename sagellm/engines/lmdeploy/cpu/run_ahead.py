@@ -48,9 +48,9 @@ class RunAhead:
         runner.follow(*self._last)
         self._is_ready = True
 
-    def run(self, runner: CpuRunner, begin: Callable[[], None]) -> None:
+    def run(self, runner: CpuRunner, hand_over: Callable[[], None]) -> None:
         """Run the expected step."""
-        self._drawn = runner.run(self._last[0], begin)
+        self._drawn = runner.run(self._last[0], hand_over)
 
     def take(self, runner: CpuRunner, step: ReadyStep, block_size: int) -> list[Sampled] | None:
         """Return the tokens of the step that the engine asks for, if it has run ahead."""

@@ -145,7 +145,7 @@ def test_wrong_forecasts_become_rare():
         def follow(self, step, drawn):
             step.tokens += 1
 
-        def run(self, expected, begin):
+        def run(self, expected, hand_over):
             return [(int(expected.tokens), [], [])]
 
     ahead, runner = RunAhead(lambda: False), Runner()
