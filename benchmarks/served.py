@@ -3,7 +3,7 @@
     python -m benchmarks.served [--model smollm2] [--tensor-parallel 2] [--starts 4] [--rounds 4] [--out FILE]
 
 Both are up together and answer the same work in turn: requests at once that share prefixes in groups, with prompts that no
-earlier round had. They are started several times, since a process is up to 5% slower or faster by where its memory lies.
+earlier round had. They are started several times, since the ratio of one start differs from that of the next by up to 5%.
 LMDeploy's tree is the installed one less every patched line but those of 0006. Without these it has no CPU
 device. Prefix hits, and the share of a step in which workers wait for each other, are counted inside both servers by the same
 code (`served_probe.py`). So is the time of the native steps, which no patch changes: the rest is what a server itself takes.

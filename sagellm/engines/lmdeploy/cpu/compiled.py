@@ -324,7 +324,7 @@ class CpuRunner(GraphRunner):
         """Run a step. Returns the tokens that it draws.
 
         Args:
-            hand_over: called when nothing is left to do in Python. It wakes up what runs beside the native code, and takes no
+            hand_over: called when nothing is left to do in Python. What it wakes up runs beside the native code, and takes no
                 turns with this thread.
         """
         if self._sparse is not None:
