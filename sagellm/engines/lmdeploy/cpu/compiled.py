@@ -324,8 +324,8 @@ class CpuRunner(GraphRunner):
         """Run a step. Returns the tokens that it draws.
 
         Args:
-            hand_over: called when nothing is left to do in Python. What it wakes up runs beside the native code, and takes no
-                turns with this thread.
+            hand_over: called when nothing is left to do in Python, so the work that it wakes up runs beside the native code,
+                and takes no turns with this thread.
         """
         if self._sparse is not None:
             return self._run_sparse(step, hand_over)
