@@ -5,8 +5,7 @@
 // numbers are in two halves of 8 bits. With AVX2 one (vpmaddwd) adds up two products of 16 bits: codes are widened.
 #pragma once
 
-#include "attention_columns_impl.h"
-#include "attention_unit_impl.h"
+#include "attention_impl.h"
 
 namespace sage::cpu::NAMESPACE {
 
@@ -432,43 +431,5 @@ void attend_whole(const Attend& task, float* out, float* max, float* sums, char*
 }
 
 #endif
-
-inline std::size_t attend_bytes(int rows, int heads, int head_size, bool few) {
-  const std::size_t bytes = attend_rows_bytes(rows, heads, head_size, few);
-#ifdef MATRIX_UNIT
-  if (is_few(rows, few)) return std::max(bytes, attend_unit_bytes(rows, heads, head_size));
-#endif
-#ifdef DOT_BF16
-  if (!is_few(rows, few)) return std::max(bytes, attend_columns_bytes(rows, heads, head_size));
-#endif
-  return bytes;
-}
-
-template <class T>
-void attend(const Attend& task, float* out, float* max, float* sums, char* scratch) {
-  if (!is_few(task.tokens * task.share, task.few)) {
-#ifdef DOT_BF16
-    if constexpr (T::kInputs == Type::kBFloat16)
-      return attend_columns(task, out, max, sums, scratch);
-    else
-#endif
-      return attend_many<T>(task, out, max, sums, scratch);
-  }
-#ifdef WHOLE_NUMBERS
-  if constexpr (T::kWeights == Type::kBFloat16 && (WIDTH == 8 || T::kInputs == Type::kBFloat16)) {
-    if (takes_whole(task)) {
-      const auto attend_of =
-          task.format == Format::kLevels4 ? attend_whole<T, Format::kLevels4> : attend_whole<T, Format::kLevels8>;
-      return attend_of(task, out, max, sums, scratch);
-    }
-  }
-#endif
-#ifdef MATRIX_UNIT
-  if constexpr (T::kInputs == Type::kBFloat16) {
-    if (takes_unit(task)) return attend_in_unit(task, out, max, sums, scratch);
-  }
-#endif
-  attend_few<T>(task, out, max, sums, scratch);
-}
 
 }  // namespace sage::cpu::NAMESPACE

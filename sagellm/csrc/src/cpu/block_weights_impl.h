@@ -2,7 +2,7 @@
 // compiled for.
 #pragma once
 
-#include "attention_whole_impl.h"
+#include "attend_impl.h"
 
 namespace sage::cpu::NAMESPACE {
 

@@ -2,7 +2,7 @@
 // ROWS (of inputs that are multiplied at once), and is compiled for that set.
 #pragma once
 
-#include "attention_whole_impl.h"
+#include "attend_impl.h"
 #include "block_weights_impl.h"
 #include "rounded_impl.h"
 
