@@ -42,6 +42,8 @@ LONG = [
     "csrc/test_checks.py",
     "accel/sot/test_group.py",
     "engines/lmdeploy/test_tensor_parallel.py",
+    "engines/lmdeploy/test_worker_failures.py",
+    "engines/lmdeploy/test_collective_choice.py",
     "pd/test_real_group.py",
     "serve/one_server",
     "benchmarks/test_runner.py",
