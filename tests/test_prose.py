@@ -46,6 +46,19 @@ def python_texts(file: Path) -> Iterator[tuple[str, str]]:
             yield "comment", token.string.lstrip("# ")
 
 
+def native_comments(file: Path) -> Iterator[str]:
+    """Sentences of the comments of C++. Lines without code that follow each other are one text."""
+    text: list[str] = []
+    for line in [*file.read_text().splitlines(), ""]:
+        code, slashes, comment = line.partition("// ")
+        if slashes and not code.strip():
+            text.append(comment)
+            continue
+        yield from sentences(" ".join(text))
+        yield from sentences(comment)
+        text = []
+
+
 def findings(kind: str, sentence: str) -> Iterator[str]:
     if OPENERS.match(sentence):
         yield f"opens with {sentence.split()[0]!r}: {sentence}"
@@ -102,4 +115,15 @@ def test_help_lines_stand_alone() -> None:
                     found.append(f"{name} {option.opts[0]} leans on another line: {text}")
                 else:
                     found += [f"{name} {option.opts[0]} {f}" for s in sentences(text) for f in findings("help", s)]
+    assert not found, "\n".join(found)
+
+
+def test_native_comments() -> None:
+    found = [
+        f"{file.relative_to(ROOT)}: {finding}"
+        for suffix in ("h", "cpp")
+        for file in sorted((ROOT / "sagellm" / "csrc").rglob(f"*.{suffix}"))
+        for sentence in native_comments(file)
+        for finding in findings("comment", sentence)
+    ]
     assert not found, "\n".join(found)

@@ -1,10 +1,10 @@
-// What the hook table adds to a step of TurboMind: all its calls of a step together.
+// The time that the hook table adds to a step of TurboMind: all its calls of a step together.
 //
 //   hook_table_bench [BLOCKS [STEPS]]
 //
 // A pool of BLOCKS blocks of 64 tokens, all of them in use or cached, and 256 sequences that decode. A sequence has one of 64
-// system prompts of 16 blocks, a document of 4 to 12 blocks of its own, and generates 8 blocks; when it ends another one comes,
-// which is looked up, and as blocks are needed victims are asked for. The pool is played by a free list and use counts, so that
+// system prompts of 16 blocks, a document of 4 to 12 blocks of its own, and generates 8 blocks. When it ends another one comes,
+// which is looked up, and victims are asked for as blocks are needed. The pool is played by a free list and use counts, so that
 // next to nothing but the table is timed. Prints one JSON object; microseconds a step, CPU time of the thread.
 
 #include <time.h>

@@ -72,7 +72,7 @@ py::tuple pieces_of(const KVStrides& strides, const Offsets& src_blocks, std::in
   return py::make_tuple(to_array(found.src), to_array(found.dst), to_array(found.num_bytes));
 }
 
-// Of one target and source after the other.
+// Copies one source after the other to its target.
 const char* copy_tokens(const KVStrides& strides, std::vector<ByteArray> targets, const std::vector<ByteArray>& sources,
                         const Offsets& src_blocks, std::int64_t src_start, const Offsets& dst_blocks, std::int64_t dst_start,
                         std::int64_t first, std::int64_t num, double deadline, const ByteArray& stop) {

@@ -96,7 +96,7 @@ std::int64_t whole_number(PyObject* argument, const char* what) {
                                         "; it must be a whole number, 0 or more.");
 }
 
-// 0 is none.
+// 0 means no lock.
 LockId parse_lock_or_none(PyObject* argument) {
   const unsigned long long value = PyLong_Check(argument) ? PyLong_AsUnsignedLongLong(argument) : ~0ULL;
   if (!PyErr_Occurred() && PyLong_Check(argument)) return value;

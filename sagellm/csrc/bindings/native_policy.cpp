@@ -1,4 +1,4 @@
-// NativePolicy: the contract of sagellm/kv_policy/base.py. Who holds which block it asks the context.
+// NativePolicy: the contract of sagellm/kv_policy/base.py. It asks the context which request holds which block.
 
 #include <cmath>
 

@@ -1,4 +1,4 @@
-// What the bindings of policies share.
+// Parts that the bindings of policies share.
 #pragma once
 
 #include "arguments.h"

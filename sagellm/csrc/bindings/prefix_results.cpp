@@ -1,4 +1,4 @@
-// What the index returns to Python.
+// Results of the index, as Python gets them.
 
 #include "prefix_results.h"
 

@@ -39,8 +39,8 @@ std::uint32_t parse_topics(const std::vector<std::string>& names) {
 std::atomic<int> num_outside{0};
 bool is_ending = false;  // under the GIL
 
-// Gives up the GIL for its life. Whoever does must have it back before the interpreter goes: a thread that comes for it
-// later is ended by Python in the middle of our frames. What takes no time here keeps the GIL.
+// Gives up the GIL for its life. A thread that does so must have it back before the interpreter ends: Python ends a thread
+// that asks later in the middle of our frames. Calls that take no time keep the GIL.
 class Outside {
  public:
   Outside() {

@@ -1,5 +1,5 @@
-// A table in C++ without Python: whose prompt is computed goes first, then short prompts before long ones; and the block
-// that was used last is given up first, which serves loops that are a little too long for the cache. The engine's own prefix
+// A table in C++ without Python. Requests whose prompt is computed go first, then short prompts before long ones. The block
+// that was used last is the first victim, which serves loops that are a little too long for the cache. The engine's own prefix
 // cache stays.
 //
 // Both answers are functions of the arguments alone, so the ranks of a group agree without talking to each other.

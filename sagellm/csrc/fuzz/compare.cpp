@@ -1,4 +1,4 @@
-// What must hold whatever was called.
+// Invariants that hold after any calls.
 
 #include <array>
 #include <optional>

@@ -40,7 +40,7 @@ struct Options {
   std::vector<std::filesystem::path> paths;
 };
 
-// What runs now, and where to leave it: read when the process dies.
+// The input that runs now, and the file that gets it when the process dies.
 const Input* current = nullptr;
 std::string failing_path;
 const char* program = "";

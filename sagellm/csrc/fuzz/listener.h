@@ -1,4 +1,4 @@
-// What a listener knows that reads nothing but the events: it must come to the same blocks as the model.
+// A listener that reads the events alone. It must come to the same blocks as the model.
 #pragma once
 
 #include <map>

@@ -82,7 +82,7 @@ class Model {
     return found;
   }
 
-  // What `invalidate` of a sequence removes.
+  // Returns the keys that `invalidate` of a sequence removes.
   std::set<Key> sequence(const Key& key) const {
     std::vector<Key> path = match(key);
     std::set<Key> doomed;

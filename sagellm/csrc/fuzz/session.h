@@ -97,7 +97,7 @@ class Session {
     }
     return out;
   }
-  // What the index is shown of them.
+  // Returns the part of the tokens that the index is shown.
   Tokens shown(Tokens tokens, std::size_t offset = 0) const {
     for (std::size_t i = 0; planted("tokens") && i < tokens.size(); ++i) {
       if ((offset + i + 1) % block_size_ == 0) tokens[i] = 0;

@@ -62,7 +62,7 @@ void BlockCache::released(const std::int32_t* ids, const std::uint64_t* unique_i
   if (!ended && last_indexed >= 0) index_.touch(last_indexed);
 }
 
-// Where others choose the victims nobody takes entries from the queues; void ones must not pile up.
+// Where others choose the victims, no entry is taken from the queues, and void ones must not pile up.
 void BlockCache::enqueue(std::deque<Orphan>& queue, std::int32_t id, std::uint64_t unique_id) {
   const Orphan orphan{id, unique_id, index_.clock()};
   if (&queue == &waiting_ && is_queued(orphan)) return;
@@ -101,7 +101,7 @@ std::vector<std::int32_t> BlockCache::forget(const std::int32_t* ids, std::size_
 void BlockCache::choose_victims(std::size_t count, const std::function<bool(std::int32_t, std::uint64_t)>& cached,
                                 std::vector<std::int32_t>& victims) {
   victims.clear();
-  // What waits in a queue may be held again by now, given out again, or in the index.
+  // A block in a queue may be held again by now, given out again, or in the index.
   const auto consider = [&](std::deque<Orphan>& queue) {
     const Orphan orphan = queue.front();
     queue.pop_front();
@@ -119,7 +119,7 @@ void BlockCache::choose_victims(std::size_t count, const std::function<bool(std:
         victims.push_back(id);
       }
     }
-    // What the index still has is younger than the first of those that wait, or in use.
+    // Blocks that the index still has are in use, or younger than the first of those that wait.
     if (waiting_.empty()) return;
     if (victims.size() < count) consider(waiting_);
   }

@@ -1,4 +1,4 @@
-// What one set of replicas has cached: prefixes in the index, and blocks that are in no prefix.
+// The cached blocks of one set of replicas: prefixes in the index, and blocks that are in no prefix.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ class BlockCache {
   // is overwritten with the blocks that the index has for the tokens.
   std::size_t store(const std::int32_t* tokens, const std::int32_t* ids, const std::uint64_t* unique_ids, std::size_t n,
                     std::vector<std::int32_t>& path);
-  // A sequence gave up these blocks; `ended`: for good.
+  // A sequence gave up these blocks. `ended`: it does not come back.
   void released(const std::int32_t* ids, const std::uint64_t* unique_ids, std::size_t n, bool ended);
   // These are free from now on. Returns the blocks that continued them: still cached, and no more to be found.
   std::vector<std::int32_t> evicted(const std::int32_t* ids, std::size_t n);
@@ -41,8 +41,8 @@ class BlockCache {
 
  private:
   // A second copy of what the index has under other ids, the last block of a sequence that did not fill it, or what a
-  // preempted sequence has generated so far. Nothing will ever match it. Of an ended sequence it is garbage; a preempted one
-  // wants it back, so it ages like everything else.
+  // preempted sequence has generated so far. Nothing will ever match it. An ended sequence leaves garbage; a preempted one
+  // wants the block back, so it ages as others do.
   struct Orphan {
     std::int32_t id;
     std::uint64_t unique_id;

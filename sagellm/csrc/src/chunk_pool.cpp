@@ -14,7 +14,7 @@ namespace sage {
 
 namespace {
 
-// What an allocation takes from the heap; glibc rounds up and keeps a word of its own.
+// Bytes that an allocation takes from the heap; glibc rounds up and adds a word of its own.
 std::size_t heap_bytes(void* data, [[maybe_unused]] std::size_t asked) {
 #ifdef __GLIBC__
   return malloc_usable_size(data) + sizeof(std::size_t);

@@ -24,7 +24,7 @@ bool is_within(std::int64_t offset, std::int64_t num_bytes, std::size_t size) {
          static_cast<std::uint64_t>(offset) <= size - static_cast<std::uint64_t>(num_bytes);
 }
 
-constexpr std::size_t kStreamBytes = 256 << 10;  // of a list; fewer stay in a core's own cache for whoever reads them
+constexpr std::size_t kStreamBytes = 256 << 10;  // of a list; fewer stay in a core's own cache, for their reader
 constexpr std::size_t kStreamPiece = 4096;       // of one piece; of shorter ones too much is at their ends
 
 #ifdef __SSE2__
@@ -33,7 +33,7 @@ constexpr std::size_t kLine = 64;
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kAhead = 6144;  // bytes that are asked for before they are read; 4 to 8 KiB are alike
 
-// What `stream` then does not ask for itself.
+// Asks for the lines that `stream` does not ask for itself.
 void ask_for_first(const std::uint8_t* from, std::size_t num_bytes) {
   for (std::size_t i = 0; i < std::min(num_bytes, kAhead); i += kLine) {
     _mm_prefetch(reinterpret_cast<const char*>(from) + i, _MM_HINT_NTA);

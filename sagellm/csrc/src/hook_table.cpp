@@ -330,7 +330,7 @@ HookTable::HookTable(const HookTableOptions& options, std::shared_ptr<Advisor> a
 
 HookTable& HookTable::make(const HookTableOptions& options, std::shared_ptr<Advisor> advisor) {
   static std::mutex hold;
-  static auto& all = *new std::vector<HookTable*>;  // reachable for good: an engine may call until the process ends
+  static auto& all = *new std::vector<HookTable*>;  // never freed: an engine may call until the process ends
   auto* const table = new HookTable(options, std::move(advisor));
   std::lock_guard guard(hold);
   all.push_back(table);
@@ -347,7 +347,7 @@ HookTableStats HookTable::stats() const {
     stats = impl_->gone;
     for (const auto& [key, replicas] : impl_->alive) alive.push_back(replicas);
   }
-  // One by one: a rank that waits for a plug-in holds its replicas' mutex, and nobody else's call may wait for that.
+  // One by one: a rank that waits for a plug-in holds its replicas' mutex, and no other call may wait for that.
   for (const auto& replicas : alive) {
     std::lock_guard inner(replicas->mutex);
     impl_->add(*replicas, stats);

@@ -14,8 +14,8 @@ class FlatCache final : public ObjectCache {
   bool access(std::uint64_t key) override { return at(key); }
 
   void access_many(const std::uint64_t* keys, std::size_t count, std::uint8_t* hits) override {
-    // By the time a key's turn comes its place in the map is in the processor's cache, and where that is too small for the
-    // cache at hand, what stands there was asked for a second time: its node.
+    // A key's place in the map is asked for first, so that it is in the processor's cache when the key's turn comes. Where the
+    // map is large, its node is asked for after that.
     constexpr std::size_t kAhead = 24, kNear = 10;
     for (std::size_t i = 0; i < count; ++i) {
       if (i + kAhead < count) host_.prefetch(keys[i + kAhead]);

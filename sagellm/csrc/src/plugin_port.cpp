@@ -190,7 +190,7 @@ void PluginPort::tell(PortNotice&& notice) {
     notices_.pop_front();
     ++stats_.lost;
   }
-  // Once a batch: whoever waits then knows until when.
+  // Once a batch: the thread that waits then knows how long.
   if (was_empty) called_.notify_one();
 }
 

@@ -128,7 +128,7 @@ void PrefixIndex::lookup(std::string_view name_space, const Token* tokens, std::
   out.entry = out.lock = 0;
   out.path.blocks.clear();
   out.path.tiers.clear();
-  // What matched ends a node, or becomes one: only whole nodes carry stamps and locks. Callers hold `recency_`,
+  // A match ends with a node, or is made one: only whole nodes carry stamps and locks. Callers hold `recency_`,
   // or `tree_` exclusively.
   const auto finish = [&](const Walk& at) {
     if (touch) touch_path(at.node);
@@ -301,7 +301,7 @@ Entry PrefixIndex::store(NodeIndex from, const Token* tokens, std::size_t num_bl
   return entry;
 }
 
-// Each id that would be stored, or is the caller's copy of a block that is cached already, must be nobody's and named once.
+// Each id that would be stored, or is the caller's copy of a block that is cached already, must be free and named once.
 void PrefixIndex::check_new_ids(const BlockPath& resident, const BlockId* ids, std::size_t num_blocks, Tier tier) {
   std::size_t same = 0;
   if (resident.tiers.empty() && tier == Tier::kGpu) {

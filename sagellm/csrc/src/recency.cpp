@@ -1,6 +1,6 @@
-// Which block was used when, and which are in use. Each tier has one list of its unlocked nodes, sorted by (stamp, depth):
-// a path is stamped from its end upwards, each node going to the front, so the last of the list never has an unlocked node
-// of its own tier below it, and eviction is a pop whatever the number of leaves.
+// Which block was used when, and which are in use. Each tier has one list of its unlocked nodes, sorted by (stamp, depth).
+// A path is stamped from its end upwards, and each node goes to the front. So the last node of the list never has an unlocked
+// node of its own tier below it, and eviction is a pop whatever the number of leaves.
 
 #include <mutex>
 #include <shared_mutex>
@@ -94,7 +94,7 @@ LockId PrefixIndex::take_lock(NodeIndex index) {
     free_locks_.pop_back();
   }
   lock_slots_[slot].node = index;
-  if (++lock_slots_[slot].generation == 0) ++lock_slots_[slot].generation;  // or slot 0 would give out lock 0, which is none
+  if (++lock_slots_[slot].generation == 0) ++lock_slots_[slot].generation;  // or slot 0 would give out lock 0: no lock
   return (LockId{lock_slots_[slot].generation} << 32) | slot;
 }
 

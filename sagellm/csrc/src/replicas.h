@@ -35,8 +35,8 @@ class Replicas {
   explicit Replicas(std::int32_t num_ranks);
 
   // The answer to this rank's next call: that of `decide(Answer&)` for the first rank, the same for the others, and an empty
-  // one for a rank that asks for something else. Valid until the next call. Under `mutex`. What `decide` throws is the
-  // caller's, with the call answered by nothing on every rank.
+  // one for a rank that asks for something else. Valid until the next call. Under `mutex`. If `decide` throws, the
+  // caller gets the error, and the call has no answer on any rank.
   template <typename Decide>
   const Answer& answer(std::int32_t rank, Call call, std::uint64_t digest, Decide&& decide) {
     if (num_ranks_ == 1) {

@@ -11,9 +11,9 @@ namespace sage {
 
 namespace {
 
-// Of one rank: a chunk that others read is then still in the processor's caches.
+// Bytes of one rank: a chunk that others read is then still in the processor's caches.
 constexpr std::size_t kStagedBytes = std::size_t{128} << 10;
-// What is smaller is summed by each rank for itself, which saves a meeting.
+// Each rank sums smaller tensors for itself, which saves a meeting.
 constexpr std::size_t kSharedBytes = 16 << 10;
 
 struct BFloat16 {

@@ -143,7 +143,7 @@ std::uint64_t ShmGroup::post(std::uint32_t to, const void* data, std::size_t num
     publish(sizeof message);
     return at;
   }
-  // What fits goes together with the message, so that a small one is published once.
+  // As much as fits goes together with the message, so that a small one is published once.
   const auto* from = static_cast<const std::uint8_t*>(data);
   std::size_t piece = std::min(num_bytes, options_.chunk_bytes - sizeof message);
   wait_for_room(sizeof message + whole_pieces(piece));
@@ -325,7 +325,7 @@ void ShmGroup::check() const {
   if (is_closed_.load()) throw CommError(CommFault::kOther, "this group is closed; make a new one.");
   ShmCause& cause = layout_->header().cause;
   if (cause.phase.load() == 0) return;
-  // Who writes the cause may have lost its core on the way, or have been killed.
+  // The process that writes the cause may have lost its core meanwhile, or have been killed.
   for (const double end = shm_now() + kCauseSeconds; cause.phase.load() != 2;) {
     if (shm_now() >= end) throw CommError(CommFault::kOther, "the group is broken; make a new one.");
     std::this_thread::sleep_for(std::chrono::microseconds(50));

@@ -1,4 +1,4 @@
-// What lies where in a shared segment. Everything that two processes write is an atomic, or is published by one.
+// Layout of a shared segment. All that two processes write is an atomic, or is published by one.
 #pragma once
 
 #include <atomic>
@@ -12,8 +12,8 @@ namespace sage {
 inline constexpr std::uint64_t kShmMagic = 0x53414745'53484d02;  // its last byte is the version of the layout
 inline constexpr std::size_t kShmPage = 4096, kShmLabel = 112;
 
-// Whoever waits has said so before looking again, and whoever notifies has published before looking who waits: with
-// sequentially consistent operations one of them sees the other. A waiter that was killed costs a needless system call.
+// A waiter announces itself before it looks again, and a notifier publishes before it looks for waiters. So, with
+// sequentially consistent operations, one of them sees the other. A waiter that was killed costs a needless system call.
 struct ShmEvent {
   std::atomic<std::uint32_t> sequence, num_waiting;
 };
@@ -38,7 +38,7 @@ struct alignas(64) ShmLane {
   ShmEvent read;
 };
 
-// What failed first. `phase` is 0 while nothing has, 1 while somebody writes the rest, then 2.
+// The first failure. `phase` is 0 while nothing has, 1 while somebody writes the rest, then 2.
 struct ShmCause {
   std::atomic<std::uint32_t> phase;
   CommFault fault;

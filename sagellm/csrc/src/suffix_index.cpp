@@ -20,8 +20,8 @@ double highest_suffix_score(std::size_t matched, std::size_t limit) {
   return score;
 }
 
-// What most often follows a match that ends at `spot`. Where `is_growing`, the newest place is read on behind the longest
-// suffixes, and behind the end of the text the guesses themselves.
+// Guesses what most often follows a match that ends at `spot`. Where `is_growing`, the newest place is read on after the
+// longest suffixes, and after the end of the text the guesses themselves.
 void guess_along(const SuffixTree& tree, SuffixTree::Spot spot, bool is_growing, std::size_t limit, double min_probability,
                  SuffixGuess& guess) {
   guess.tokens.clear();
@@ -79,8 +79,8 @@ class GuessTree {
     std::int32_t parent, token;
   };
 
-  // Of equals the one of a longer match comes first, then of the running text, then the newest. No two of one match and tree have
-  // the same newest place and chance.
+  // Among equals the one of a longer match comes first, then of the running text, then the newest. No two of one match and tree
+  // have the same newest place and chance.
   static bool is_less(const Branch& one, const Branch& other) {
     return std::tie(one.chance, one.matched, one.is_growing, one.newest) <
            std::tie(other.chance, other.matched, other.is_growing, other.newest);
@@ -209,7 +209,7 @@ void SuffixIndex::propose(std::size_t limit, double min_probability, const Suffi
       if (guess.score > best.score) std::swap(guess, best);
     }
   };
-  // What the text ends with, and what occurred before, is what is not in the tree on its own account.
+  // The active point is the longest end of the text that has occurred before.
   consider(tree_, active_.length, true);
   if (history == nullptr) return;
   consider(history->tree_, known_to(*history), false);

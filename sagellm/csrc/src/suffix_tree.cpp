@@ -38,7 +38,7 @@ void SuffixTree::insert(std::uint64_t start, std::size_t length) {
       ++nodes_[next].count;
       nodes_[next].newest = start;
     }
-    // What came last is the newest of all, so it wins among equals.
+    // The last one is the newest of all, so it wins among equals.
     Node& best = nodes_[at].best;
     if (best == kNone || count(next) >= count(best)) best = next;
     at = next;

@@ -1,4 +1,4 @@
-// What the blocks of one set of replicas keep and give up.
+// Blocks that one set of replicas keeps and gives up.
 
 #include "block_cache.h"
 
@@ -103,7 +103,7 @@ void blocks_in_use_are_no_victims() {
   cache.busy[5] = true;
   EXPECT(cache.victims(4).empty());
   cache.busy[5] = false;
-  EXPECT(cache.victims(4).empty());  // whoever holds it now tells when it is released again
+  EXPECT(cache.victims(4).empty());  // its holder tells when it is released again
 }
 
 void what_continues_an_evicted_block_is_of_no_use() {

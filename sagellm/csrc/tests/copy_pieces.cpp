@@ -16,7 +16,7 @@ sage::PieceList list(const Offsets& src, const Offsets& dst, const Offsets& num_
   return {src.data(), dst.data(), num_bytes.data(), src.size()};
 }
 
-// Of just this size, so that a sanitizer sees a read or a write beyond either end.
+// Buffers are of just this size, so that a sanitizer sees a read or a write beyond either end.
 void copies_what_it_is_given() {
   std::vector<std::uint8_t> source(1500001), target(1500001, 0);
   for (std::size_t i = 0; i < source.size(); ++i) source[i] = static_cast<std::uint8_t>(i % 251 + 1);

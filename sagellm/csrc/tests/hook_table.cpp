@@ -1,4 +1,4 @@
-// The table without an engine: ranks get one answer each, whoever decides, and nonsense costs nothing else.
+// The table without an engine: each rank gets one answer, whichever rank decides, and an invalid answer harms no other.
 
 #include "sagellm/hook_table.h"
 

@@ -1,4 +1,4 @@
-// What the policies stand on: the map of keys, the set of places, the ranking; and one walk through each policy.
+// Parts of the policies: the map of keys, the set of places, the ranking; and one walk through each policy.
 
 #include <algorithm>
 #include <map>

@@ -1,4 +1,4 @@
-// What tests of the port of plug-ins share: its options, an engine that asks, an answer.
+// Helpers of tests of the port of plug-ins: its options, an engine that asks, an answer.
 #pragma once
 
 #include "sagellm/plugin_port.h"

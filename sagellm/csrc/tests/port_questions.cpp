@@ -1,4 +1,4 @@
-// Questions through the port of plug-ins, which lies between an engine and whoever answers: answers, time-outs, many askers.
+// Questions through the port of plug-ins, between an engine and a plug-in: answers, time-outs, many askers.
 // Threads wait for what happened, never for a while; the only clock is the port's own time limit.
 
 #include <atomic>
@@ -82,7 +82,7 @@ void answers_are_used() {
 }
 
 void what_nobody_decides_is_not_asked() {
-  PluginPort port(options(kLong, sage::kAskVictims | sage::kAskAdmit));  // nobody serves it: a question would wait
+  PluginPort port(options(kLong, sage::kAskVictims | sage::kAskAdmit));  // it has no server: a question would wait
   std::vector<std::uint64_t> priorities{1};
   std::int32_t budget = 4;
   Ids out;

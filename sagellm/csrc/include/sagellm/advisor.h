@@ -1,4 +1,4 @@
-// Whoever decides beside the native index: a Python plug-in behind a `PluginPort`, or a policy in C++.
+// An advisor decides beside the native index: a Python plug-in through a `PluginPort`, or a policy in C++.
 #pragma once
 
 #include <cstdint>

@@ -27,7 +27,7 @@ class ChunkPool {
   void expect_free(const std::byte* chunk, std::size_t bytes) const noexcept;
   // Gives back every slab. Large chunks must have been freed.
   void clear() noexcept;
-  // What is taken from the system: slabs as far as they were ever used, large chunks with malloc's share.
+  // Bytes that are taken from the system: slabs as far as they were ever used, and large chunks with malloc's share.
   std::size_t memory_bytes() const noexcept { return slab_bytes_ + large_bytes_; }
 
  private:

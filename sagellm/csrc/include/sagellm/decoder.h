@@ -21,8 +21,8 @@ struct Kernels;
 
 enum class Dtype { kFloat32, kBFloat16 };
 
-// What a packed weight is made of. Other than a plain one it is scale * level + offset, with scale and offset in half
-// precision for each block of inputs of an output.
+// Format of a packed weight. A weight that is not plain is scale * level + offset. Each block of inputs of an output has a
+// scale and an offset in half precision.
 enum class Format {
   kPlain,    // numbers of the kernels' type
   kLevels4,  // levels 0 to 15
@@ -113,8 +113,8 @@ struct DecoderLayer {
 
 // The KV cache: each layer's keys and values are [blocks][block size][key heads][head size].
 //
-// Of few bits a number is scale * (code - zero): codes 0 to 15 (kLevels4), number i and number head size / 2 + i in one byte; 0
-// to 255 (kLevels8); or e4m3 floats without a zero point (kFloat8). Scale and zero point of each head of a token have the
+// A number of few bits is scale * (code - zero). Codes are 0 to 15 (kLevels4), with numbers i and head size / 2 + i in one
+// byte; 0 to 255 (kLevels8); or e4m3 floats without a zero point (kFloat8). Scale and zero point of each head of a token have the
 // type of the weights, [blocks][block size][key heads][2]. Codes of keys of 4 and 8 bits lie in groups of 16 tokens: a head's
 // words of 4 bytes, [16 tokens][words], are [words][16 tokens] in the group's slots, one slot after the other.
 struct PagedCache {
@@ -126,11 +126,11 @@ struct PagedCache {
   std::vector<char*> key_scales, value_scales;  // by layer, where numbers are of few bits
   std::size_t scale_block_stride = 0, scale_slot_stride = 0;
   // Smallest and largest numbers of the keys of each block, [layers][blocks][key heads][2][head size], kept up to date as keys
-  // are written; null: nobody asks for them.
+  // are written; null: no policy wants them.
   float* bounds = nullptr;
-  // Keys of full blocks in 2 bits a number, between their bounds, [layers][blocks][key heads][`code_bytes`]; null: nobody asks.
+  // Keys of full blocks in 2 bits a number, between their bounds, [layers][blocks][key heads][`code_bytes`]; null: not wanted.
   std::uint8_t* codes = nullptr;
-  // Sums of the keys of each block in units of 2^-`kKeySumBits`, [layers][blocks][key heads][head size]; null: nobody asks. They
+  // Sums of the keys of each block in units of 2^-`kKeySumBits`, [layers][blocks][key heads][head size]; null: not wanted. They
   // are whole numbers, so it does not matter which thread adds first.
   std::int32_t* key_sums = nullptr;
 };
@@ -145,8 +145,8 @@ struct Sparse {
     kCodes,   // estimates from its keys in 2 bits; a block that is not full is estimated by its bounds
     kExact,   // of attention to all keys
   };
-  // What there is to choose by in a layer. Where ranks split the model, a choice for all key heads gets those of all ranks, and
-  // a choice for a key head gets all of its queries.
+  // Facts by which blocks of a layer are chosen. Where ranks split the model, a choice for all key heads gets those of all
+  // ranks, and a choice for a key head gets all of its queries.
   struct View {
     int layer;
     const float* queries;         // [sequences][heads][head size]
@@ -206,13 +206,13 @@ struct DecoderStep {
   // Null: a token sees all tokens before it. [tokens]
   const std::int64_t* parents = nullptr;
   void* hidden = nullptr;                   // result, [tokens][hidden] of the weights' dtype
-  // What tokens are drawn by, if the step draws one for each of its tokens; the result has as many entries then.
+  // Wishes by which a token is drawn for each token of the step, if any; the result then has as many entries.
   std::shared_ptr<const Sampling> sampling;
   std::vector<Sampled>* sampled = nullptr;
   std::shared_ptr<const Sparse> sparse;  // null: attention reads all blocks
-  std::shared_ptr<const SparsePrompts> sparse_prompts;  // the same of a step of prompts
-  std::shared_ptr<const Observed> observed;             // null: nobody asks
-  // Of a model that ranks split: who adds up the parts of a layer, by layer. The last one gathers the logits.
+  std::shared_ptr<const SparsePrompts> sparse_prompts;  // as `sparse`, for a step of prompts
+  std::shared_ptr<const Observed> observed;             // null: not wanted
+  // For a model that ranks split: the exchange that adds up the parts of each layer. The last one gathers the logits.
   struct LayerExchange {
     Exchange* exchange = nullptr;
     int pieces = 1;     // 2: half of the rows is computed while what the other half has computed is added up
@@ -224,7 +224,7 @@ struct DecoderStep {
   Sharing sharing = Sharing::kNever;
 };
 
-// What came of a step.
+// Results of a step beside its tokens.
 struct StepReport {
   std::string failure;       // what was wrong with a choice of blocks; the results are then not to be used
   double prompt_blocks = 0;  // that the tiles of `sparse_prompts` read, in the mean of layers and key heads

@@ -7,7 +7,7 @@
 
 namespace sage {
 
-// Of one side's tensor [layers, blocks, block_tokens, heads, width]; `offset`: of the first wanted head within a token.
+// Strides of one side's tensor [layers, blocks, block_tokens, heads, width]; `offset`: of the first wanted head in a token.
 struct KVSide {
   std::int64_t layer_bytes, block_tokens, token_bytes, offset;
 };
@@ -29,7 +29,7 @@ struct KVStrides {
   KVSide src, dst;
   std::int64_t run_bytes;
 
-  // Of tokens `first` to `first + num` in all layers; neighbours on both sides are one piece. O(pieces).
+  // Pieces of tokens `first` to `first + num` in all layers; neighbours on both sides are one piece. O(pieces).
   // Throws std::out_of_range: the blocks do not cover the tokens.
   KVPieces pieces(const KVBlocks& from, const KVBlocks& to, std::int64_t first, std::int64_t num) const;
 };

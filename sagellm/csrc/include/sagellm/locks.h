@@ -13,7 +13,7 @@
 
 namespace sage {
 
-// std::shared_mutex on Linux lets readers pass a waiting writer, so that two busy readers keep it out for good.
+// std::shared_mutex on Linux lets readers pass a waiting writer, so that two busy readers keep it out for ever.
 class SharedMutex {
  public:
   SharedMutex() {

@@ -1,9 +1,9 @@
-// A bounded question from an engine's thread to whoever answers on a thread of its own: a Python plug-in, mostly.
+// A bounded question from an engine's thread to a plug-in that answers on a thread of its own, mostly in Python.
 //
 // An engine's thread copies its question into the one place there is, wakes the thread that waits in `next`, and waits for
-// at most the time limit, which includes waiting for the place. An answer that comes too late, an error or nonsense switches
-// the port off for good, so that a plug-in costs the engine its time limit once at most. What arrives after that finds a
-// number that nobody waits for, and is dropped. Notices go into a queue of bounded size and are handed over in batches.
+// at most the time limit, which includes waiting for the place. An answer that is late or invalid, or an error,
+// switches the port off and it stays off, so a plug-in costs the engine its time limit once at most. Later answers have a
+// number that no question has any more, and are dropped. Notices go into a queue of bounded size and leave it in batches.
 //
 // No interpreter is touched here. The thread in `next` is the only one that may be slow.
 #pragma once
@@ -103,7 +103,7 @@ struct PortFault {
 };
 
 struct PortStats {
-  std::uint64_t asked = 0, answered = 0, late = 0;  // late: answers that nobody waited for
+  std::uint64_t asked = 0, answered = 0, late = 0;  // late: answers to questions that had been given up
   std::uint64_t told = 0, lost = 0;                 // notices queued; and pushed out by later ones
 };
 
@@ -116,13 +116,13 @@ class PluginPort final : public Advisor {
   // The next question with the notices before it, or notices that have waited for company. False: the port is off or closed,
   // and nothing will come; what was told before it was closed comes first. True with neither after `timeout_s`.
   bool next(double timeout_s, PortDelivery& delivery);
-  // False: nobody waits for an answer to this question any more.
+  // Returns false if the question has been given up.
   bool answer(std::uint64_t number, PortAnswer&& answer);
   // Switch off, as after a fault of the port's own.
   void fail(const std::string& hook, const std::string& kind, const std::string& detail);
   // These topics are of no interest any more: their questions are left to the engine without a wait.
   void leave(std::uint32_t topics) noexcept;
-  // For good, and without a fault: nothing is asked or told any more.
+  // Closes the port without a fault: nothing is asked or told any more.
   void close() noexcept;
 
   std::optional<PortFault> fault() const;

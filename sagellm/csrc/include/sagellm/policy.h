@@ -1,6 +1,6 @@
 // Eviction policies without Python: the same fourteen as sagellm/kv_policy, which has a plain twin of each.
 //
-// A block is a slot: a small number that its owner gives it, from its first insertion until nobody remembers it. The owner
+// A block is a slot: a small number that its owner gives it, from its first insertion until it is forgotten. The owner
 // knows which key a slot stands for; a policy may remember a slot that has left (a ghost), and says so.
 #pragma once
 
@@ -19,7 +19,7 @@ inline constexpr Slot kNoSlot = ~Slot{0};
 inline constexpr std::uint64_t kNever = ~std::uint64_t{0};  // as a next use
 inline constexpr std::int64_t kMaxCapacity = std::int64_t{1} << 30;
 
-// What a policy was given that it cannot use. Python's sagellm.core.errors.PolicyError.
+// A policy was given an invalid argument. Python's sagellm.core.errors.PolicyError.
 class PolicyError : public std::invalid_argument {
  public:
   using std::invalid_argument::invalid_argument;
@@ -59,7 +59,7 @@ class Books {
   virtual void forget(Slot) {}
 };
 
-// A policy over blocks that may be pinned. What is pinned is passed over at no cost: evictable blocks are kept by themselves.
+// A policy over blocks that may be pinned. Pinned blocks cost a choice nothing: evictable blocks are kept apart.
 class Policy {
  public:
   virtual ~Policy() = default;

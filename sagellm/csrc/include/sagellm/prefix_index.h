@@ -158,8 +158,8 @@ class PrefixIndex {
   Removal invalidate_all();
 
   Removal evict_lru(std::size_t num_blocks, Tier tier = Tier::kGpu);
-  // The same of blocks that are idle, for an owner who knows better than locks which are in use, and of entries whose stamp
-  // is at most `newest`. What is found in use counts as used now, so it is not looked at again until it has aged.
+  // As `evict_lru`, of entries whose stamp is at most `newest` and whose block `idle` reports as idle: an owner may know better
+  // than locks which blocks are in use. A block that is in use counts as used now, so it is looked at again once it has aged.
   Removal evict_idle(std::size_t num_blocks, Tier tier, const std::function<bool(BlockId)>& idle, std::uint64_t newest);
   Removal evict(const BlockId* ids, std::size_t num_ids, Tier tier, RemovalReason reason);
   std::vector<BlockId> select_lru(std::size_t num_blocks, Tier tier = Tier::kGpu) const;
@@ -177,7 +177,7 @@ class PrefixIndex {
   std::size_t num_blocks(Tier tier) const;
   // As a lookup of the prefix that ends with this block would; nothing for one that is not cached.
   void touch(BlockId id, Tier tier = Tier::kGpu);
-  // Time is counted in uses. `oldest_stamp`: of the next to go, or the largest number if there is none.
+  // Time is counted in uses. `oldest_stamp`: of the next victim, or the largest number without one.
   std::uint64_t clock() const;
   std::uint64_t oldest_stamp(Tier tier) const;
   std::size_t memory_bytes() const;

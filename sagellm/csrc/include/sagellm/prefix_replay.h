@@ -2,7 +2,7 @@
 //
 // A request has keys, the first block's first. It is looked up (the leading keys that are there), those blocks are locked and
 // told as hits, room is made for the others, they are inserted, and all are locked until the request ends. Blocks are told
-// deepest first. What is locked, or continued by a block that is there, stays.
+// deepest first. A block that is locked, or that a cached block continues, stays.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@
 
 namespace sage {
 
-// Requests that preempt each other for good: the capacity is too small for them. Python's sagellm.core.errors.CapacityError.
+// Requests preempt each other without an end: the capacity is too small for them. Python's sagellm.core.errors.CapacityError.
 class CapacityError : public PolicyError {
  public:
   using PolicyError::PolicyError;

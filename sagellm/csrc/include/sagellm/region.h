@@ -1,5 +1,5 @@
-// Zeroed memory straight from the system. A page is taken when it is first touched, so a region may be larger than what is
-// used of it; with `huge` it is asked for in large pages, which random access to much memory is several times faster on.
+// Zeroed memory straight from the system. A page is taken when it is first touched, so a region may be larger than its used
+// part. With `huge` it gets large pages, which make random access to much memory several times faster.
 #pragma once
 
 #include <cstddef>

@@ -42,7 +42,7 @@ class ShmGroup {
   ShmGroup(std::shared_ptr<ShmSegment> segment, std::uint32_t rank, const ShmOptions& options);
   ~ShmGroup();
 
-  // Called now and then by whoever waits; it may throw.
+  // Threads that wait call it now and then. It may throw.
   void on_idle(std::function<void()> call) { idle_ = std::move(call); }
 
   void join(double deadline);
@@ -55,7 +55,7 @@ class ShmGroup {
   // Both.
   void send(std::uint32_t to, const void* data, std::size_t num_bytes, std::string_view label, double deadline);
   void recv(std::uint32_t from, void* data, std::size_t num_bytes, std::string_view label, double deadline);
-  // Until all ranks have come, with the same label. What a rank wrote to shared memory before is seen by all after.
+  // Waits until all ranks have come, with the same label. All then see what each rank has written to shared memory before.
   void meet(std::string_view label, double deadline);
   // uint8 [world_size, 2, sizes().staging]
   std::uint8_t* staging() const noexcept;
@@ -64,7 +64,7 @@ class ShmGroup {
   // the staging take turns; a rank writes to a half when all have read what was there. One rank calls these one at a time, and
   // all in the same order.
 
-  // The half for the next chunk. What this rank had from earlier chunks it has read.
+  // The half for the next chunk. This rank has read all of its earlier chunks.
   std::size_t next_half(double deadline);
   // numbers[i] becomes the sum over the ranks, in their order and in float32: the same bits for all.
   void add_up(void* numbers, std::size_t count, ShmNumber type, std::string_view label, double deadline);
@@ -85,7 +85,7 @@ class ShmGroup {
 
   // Break the group: the first one to do so is believed.
   void fail(CommFault fault, const std::string& text) noexcept;
-  // Leave; whoever waits here, or elsewhere for this rank, fails.
+  // Leaves the group. Threads that wait here, and ranks that wait for this one, fail.
   void close() noexcept;
 
  private:

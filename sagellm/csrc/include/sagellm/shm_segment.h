@@ -1,7 +1,7 @@
 // Memory that the processes of one group share: rings for messages, staging for collectives, a heap for each rank.
 //
 // It has no name: it is a memfd, which others open through /proc while its maker holds it, so nothing is left of it when the
-// last process that maps it ends, however it ends. Pages that nobody has touched cost nothing.
+// last process that maps it ends, however it ends. Untouched pages cost nothing.
 #pragma once
 
 #include <cstddef>
@@ -41,7 +41,7 @@ class ShmSegment {
   ShmSegment& operator=(const ShmSegment&) = delete;
 
   int fd() const noexcept { return fd_; }
-  void release_fd() noexcept;  // nobody can open it any more; the memory stays
+  void release_fd() noexcept;  // it cannot be opened any more; the memory stays
   std::uint64_t token() const noexcept;
   std::uint32_t world_size() const noexcept;
   ShmSizes sizes() const noexcept;

@@ -1,4 +1,5 @@
-// What all ways of attention over blocks of keys and values share. For `kernels_impl.h` alone, which says what it is compiled for.
+// Parts that all ways of attention over blocks of keys and values share. For `kernels_impl.h` alone, which says what it is
+// compiled for.
 #pragma once
 
 #include "cached_impl.h"

@@ -203,8 +203,8 @@ AttentionPlan plan_attention(const PagedCache& cache, const DecoderStep& step, c
       plan.partials.insert(plan.partials.end(), size(shape.kv_heads / heads), -1);
       continue;
     }
-    // By what the step does and not by how many tokens there are: a token that is decoded gets the same numbers alone
-    // and as a guess beside others, one of a prompt the same whatever part of it was cached.
+    // The size depends on what the step does, not on how many tokens there are. So a token that is decoded gets the same
+    // numbers alone and as a guess beside others. A token of a prompt gets the same whatever part of it was cached.
     const int most = std::max(1, step.is_decoding ? kFewRows / share : prompt_tile(shape));
     const int num_runs = one.num_splits;  // of its group
     one.num_splits = step.is_decoding ? num_runs + divided(one.seen - one.common, kSplit) : 0;

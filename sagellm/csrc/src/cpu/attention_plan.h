@@ -24,8 +24,8 @@ struct AttentionTask {
   int sequence, head, heads;  // `heads` key heads from `head` on
   int first, tokens;          // new tokens of the sequence
   int begin, end;             // keys
-  // Where its results wait to be merged, head by head; -1: they are the whole. Of a group: behind `partials` of each member,
-  // times `heads_together`.
+  // Where its results wait to be merged, head by head; -1: they are the whole. Those of a group come after
+  // `partials` of each member, times `heads_together`.
   std::int64_t partial;
   int group = -1;             // of sequences that have these keys in common: the task has the new token of each
   int tile = -1;              // of the new tokens of a step of prompts, counted over its sequences
@@ -53,7 +53,7 @@ constexpr int kPromptRows = 96;  // query rows of a chunk of a prompt, computed 
 // Adjacent tokens of a prompt that are computed together.
 inline int prompt_tile(const DecoderShape& shape) { return std::max(1, kPromptRows * shape.kv_heads / shape.heads); }
 
-// Of plain numbers in the cache, or of what they are decoded to.
+// Type of plain numbers in the cache, or the type that others are decoded to.
 Type type_of_cache(const PagedCache& cache, const Kernels& kernels);
 
 // Seconds that a key head's queries take for a split of keys, measured on a cache: sequences that read common keys together pay
@@ -63,7 +63,7 @@ class AttentionCosts {
   AttentionCosts(const Kernels& kernels, const DecoderShape& shape, const PagedCache& cache);
 
   bool is_of(const PagedCache& cache) const { return cache.format == format_ && cache.dtype == dtype_; }
-  // Of the queries of so many sequences, by what was measured for a few and for many, and straight lines between.
+  // Seconds for the queries of so many sequences, on straight lines between measurements of few and of many.
   double seconds(int members) const;
 
  private:
@@ -78,7 +78,7 @@ class AttentionCosts {
 };
 
 // `costs`: null, or what decides whether sequences read common keys together. `half`: a row that no task crosses, but those of
-// groups; 0: there is none. Throws std::invalid_argument for lengths or blocks outside of the step and the cache.
+// groups; 0: none. Throws std::invalid_argument for lengths or blocks outside of the step and the cache.
 AttentionPlan plan_attention(const PagedCache& cache, const DecoderStep& step, const DecoderShape& shape,
                              const AttentionCosts* costs, int threads, int half = 0);
 

@@ -321,7 +321,7 @@ void add_whole(const char* values, const std::size_t* places, int count, const W
     }
     const IVec first_low = low_bytes(of_token[0], of_token[1]), first_high = high_bytes(of_token[0], of_token[1]),
                second_low = low_bytes(of_token[2], of_token[3]), second_high = high_bytes(of_token[2], of_token[3]);
-    // Four tokens of a number side by side. Of 16 numbers each vector has 4.
+    // Four tokens of a number side by side. Each vector has 4 of 16 numbers.
     const Codes groups[4] = {codes_of(low_pairs(first_low, second_low)), codes_of(high_pairs(first_low, second_low)),
                              codes_of(low_pairs(first_high, second_high)), codes_of(high_pairs(first_high, second_high))};
 #pragma GCC unroll 4

@@ -27,7 +27,7 @@ class AttentionWork {
     float* partials;  // [num_partials]
   };
 
-  // `half`: a row; those before it and the others are attended apart, if the step `has_halves`. 0: there is none. Throws
+  // `half`: a row; those before it and the others are attended apart, if the step `has_halves`. 0: none. Throws
   // std::invalid_argument for lengths or blocks outside of the step and the cache, and for choices that do not fit.
   AttentionWork(const PagedCache& cache, const DecoderStep& step, const DecoderShape& shape, const Kernels& kernels,
                 const AttentionCosts* costs, std::vector<int> windows, int threads, int half);
@@ -56,7 +56,7 @@ class AttentionWork {
   // Keys of blocks that the step fills, in few bits.
   void encode(int layer, int chunk, char* local) const;
   void commit_encoded(int layer, int chunk, const char* local);
-  // What the last queries of some sequences look at.
+  // Weights that the last queries of some sequences give to blocks.
   void observe(int layer, int chunk, char* local) const;
   void commit_observed(int chunk, const char* local);
   // Blocks that decoding sequences read.

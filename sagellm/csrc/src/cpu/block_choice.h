@@ -12,7 +12,7 @@
 
 namespace sage::cpu {
 
-// `PagedCache::bounds`, `codes` and `key_sums`. Does nothing where there are none.
+// `PagedCache::bounds`, `codes` and `key_sums`. Does nothing without them.
 class KeyBounds {
  public:
   KeyBounds(const PagedCache& cache, const DecoderShape& shape) : cache_(cache), shape_(shape) {}
@@ -34,7 +34,7 @@ class KeyBounds {
   std::mutex mutex_;  // tokens of one block are committed by several threads
 };
 
-// The choice of the layer at work. Without a `Sparse`, or where every sequence reads all of its blocks, there is none.
+// The choice of the layer at work. There is no choice without a `Sparse`, or where every sequence reads all of its blocks.
 class BlockChoice {
  public:
   BlockChoice(std::shared_ptr<const Sparse> sparse, const AttentionPlan& plan, const DecoderShape& shape, int table_width);

@@ -1,4 +1,4 @@
-// What each block of a sequence is worth to the queries of a key head. For `kernels_impl.h` alone, which says what it is
+// The weight of each block of a sequence for the queries of a key head. For `kernels_impl.h` alone, which says what it is
 // compiled for.
 #pragma once
 
@@ -218,7 +218,7 @@ inline void code_weights(const Attend& task, const KeySummary& summary, const fl
   const int size = task.head_size, rows = task.share, block_size = 1 << task.block_shift;
   const int blocks = (task.end + block_size - 1) / block_size;
   const auto count = static_cast<std::size_t>(rows * blocks);
-  // Of each block the largest score, and the sum of exp(score - largest).
+  // The largest score of each block, and the sum of exp(score - largest).
   auto *tops = parts.take<float>(count), *sums = parts.take<float>(count);
   auto* scores = parts.take<float>(static_cast<std::size_t>(rows * block_size));
   for (int block = 0; block < blocks; ++block) {

@@ -1,4 +1,4 @@
-// What the steps of a decoder share: its model, and the numbers that stages hand on.
+// Parts that the steps of a decoder share: its model, and the numbers that stages hand on.
 #pragma once
 
 #include <algorithm>
@@ -48,7 +48,7 @@ class Lines {
 
 }  // namespace cpu
 
-// What stages hand on. They stay where they are while a thread may still read them.
+// Numbers that stages hand on. They stay in place while a thread may still read them.
 struct Decoder::Buffers {
   int capacity = 0;  // tokens
   std::shared_ptr<const cpu::AttentionCosts> costs;  // of the cache, where sequences read keys together if that pays

@@ -22,7 +22,7 @@ constexpr int bits_of(Format format) {
 constexpr int high_bits(int bits) { return bits < 8 ? bits - 4 : 0; }
 constexpr int levels_of_word(int bits) { return bits < 8 ? 8 : 4; }
 
-// Of a run: scales, offsets and levels of a block of inputs.
+// Bytes of a block of inputs in a run: its scales, offsets and levels.
 inline std::size_t bytes_of_block(int bits, int block) {
   return static_cast<std::size_t>(kLanes) * static_cast<std::size_t>(4 + block * bits / 8);
 }
@@ -69,7 +69,7 @@ struct Attend {
   float scale, softcap;                   // softcap 0: none
 };
 
-// What is known of the keys of a key head, block by block. Without bounds the keys themselves are read.
+// Summaries of the keys of a key head, block by block. Without bounds the keys themselves are read.
 struct KeySummary {
   const float* bounds = nullptr;  // smallest and largest numbers, `bounds_stride` numbers from block to block
   std::size_t bounds_stride = 0;

@@ -102,7 +102,7 @@ __m512bh pair_of(IVec words, IVec high, int at) {
   if constexpr (bits_of(format) < 8) {
     constexpr int kBits = bits_of(format), kHigh = high_bits(kBits);
     static constexpr WholeNumbers<1 << kBits> kLevels;
-    // Of 4 bits the sixteen levels are there twice: the fifth bit of an index belongs to the next level.
+    // The sixteen levels of 4 bits are there twice: the fifth bit of an index belongs to the next level.
     auto index = _mm512_srli_epi16(reinterpret_cast<__m512i>(words), static_cast<unsigned>(2 * at));
     if constexpr (kHigh > 0) {
       const auto place = static_cast<unsigned>(at / 4 * 8 + kHigh * (at / 2 % 2));

@@ -23,7 +23,7 @@ class UnitShapes {
     for (const int tile : {6, 7}) set(tile, pairs, columns);
     _tile_loadconfig(&config_);
   }
-  // What a processor keeps of a thread grows by 8 KiB as long as registers are in use.
+  // The saved state of a thread is 8 KiB larger while registers are in use.
   ~UnitShapes() { _tile_release(); }
   UnitShapes(const UnitShapes&) = delete;
   UnitShapes& operator=(const UnitShapes&) = delete;

@@ -88,8 +88,8 @@ struct Lane {
   explicit Lane(int row) : run(size(row % kTile / kLanes)), lane(size(row % kLanes)) {}
 };
 
-// Where a level of a lane is in the words of a block: its word, and its place there in bits. Of 5 and 6 bits these are the low
-// 4 bits, and `high_word` has the others.
+// Where a level of a lane is in the words of a block: its word, and its place there in bits. With 5 and 6 bits these are the
+// low 4 bits, and `high_word` has the others.
 struct Place {
   int word, shift, high_word = 0, high_shift = 0;
   std::uint32_t low_mask = 255, high_mask = 0;

@@ -50,7 +50,7 @@ struct Cut {
     group = padded(group, unit);
     lanes = threads;
     if (panels > 1) return;
-    // Of groups about as large the one with which the busiest thread has least to do.
+    // Among groups of about this size, the one with which the busiest thread has least to do.
     const auto most_tiles = [&](int of_group) { return divided(divided(tiles, of_group), threads) * of_group; };
     for (int other = padded(group + group / 2, unit); other > 0; other -= unit) {
       if (most_tiles(other) < most_tiles(group)) group = other;

@@ -63,7 +63,7 @@ float uniform(std::int64_t seed, std::int64_t offset) {
   return static_cast<float>((z ^ (z >> 31)) >> 40) / 16777216.F;
 }
 
-// What is left of candidates, likeliest first, after top-p and min-p; their probabilities take the scores' place.
+// Drops candidates by top-p and min-p, likeliest first, and puts probabilities in place of the scores of the others.
 void weigh(std::vector<Candidate>& candidates, float top_p, float min_p) {
   const float top = candidates[0].score;
   const auto as_probabilities = [&] {

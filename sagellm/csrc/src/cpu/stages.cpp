@@ -111,7 +111,7 @@ class Planner {
     add_rows(StageKind::kRotate, layer, rows);
   }
 
-  // What comes before attention that reads some blocks.
+  // Stages before attention that reads some blocks.
   void choose_blocks(int layer) {
     const AttentionWork& attention = step_.attention;
     add(StageKind::kEncode, layer, attention.num_encoded(layer));

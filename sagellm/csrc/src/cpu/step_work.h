@@ -76,7 +76,7 @@ class StepWork : public Work {
   void embed(Rows rows, float* result) const;
   void commit_rows(Rows rows, const float* result, const float* norm);
 
-  // What ranks add up, from a row on.
+  // The numbers that ranks add up, from a row on.
   float* sums_of(const Stage& at, int row) const {
     auto& sums = at.product == StageKind::kDownExperts && !is_fused(at.layer) ? buffers_->expert_sums : buffers_->branch;
     return sums.data() + size(row) * size(shape_.hidden);

@@ -314,7 +314,7 @@ struct BFloat16Dot : BFloat16 {  // bfloat16 weights and inputs, products by vdp
       }
     }
   }
-  // Of 8 numbers `unpacklo` takes the first 4, `unpackhi` the others.
+  // `unpacklo` takes the first 4 of 8 numbers, `unpackhi` the others.
   static void in_order(float* numbers) { interleave<4>(numbers, kNumbers); }
 };
 #endif

@@ -1,4 +1,4 @@
-// What the policies of this folder share. Each is a class template over a host of nodes.h and has
+// Parts that the policies of this folder share. Each is a class template over a host of nodes.h and has
 //   insert(slot, facts), hit(slot), remove(slot, evicted) -> whether it is forgotten, notice(slot), choose(incoming),
 //   reason(slot), set_evictable(slot, evictable)
 // with the meaning that sagellm/policy.h gives them.
@@ -17,7 +17,7 @@
 
 namespace sage {
 
-// Options by name, each asked for once; whoever made the policy then sees that none is left.
+// Options by name. A policy asks for each once; its maker then sees whether one is left.
 class Settings {
  public:
   Settings(std::string name, std::int64_t capacity, const PolicyOptions& options)
@@ -87,8 +87,8 @@ class PolicyBase {
   const std::size_t capacity_;
 };
 
-// Ghosts that were noticed, until they are inserted. Whoever says what is coming may change its mind, so that they are as
-// many as there are places on the tier; the one noticed first is forgotten.
+// Ghosts that were noticed, until they are inserted. A notice may be wrong, so there are at most as many as the tier has
+// places; the one noticed first is forgotten.
 template <typename Host>
 class Returning {
  public:

@@ -1,4 +1,4 @@
-// What a policy keeps for each slot, and the two hosts that policies are compiled for.
+// The record that a policy keeps of each slot, and the two hosts that policies are compiled for.
 #pragma once
 
 #include <cstdint>

@@ -67,7 +67,7 @@ class S3Fifo : public PolicyBase<Host> {
  private:
   enum : unsigned { kSmall = 1, kMain = 2 };
 
-  // What was used often enough goes to the main queue on the way.
+  // On the way, slots that were used often enough go to the main queue.
   Slot of_small() {
     Slot slot;
     while ((slot = small_.first()) != kNoSlot && this->host_[slot].count >= move_to_main_) {
@@ -79,7 +79,7 @@ class S3Fifo : public PolicyBase<Host> {
     return slot;
   }
 
-  // What was used goes to the newest end on the way, for at most three rounds.
+  // On the way, slots that were used go to the newest end, for at most three rounds.
   Slot of_main() {
     Slot slot;
     while ((slot = main_.first()) != kNoSlot && this->host_[slot].count > 0) {

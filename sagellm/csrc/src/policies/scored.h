@@ -34,7 +34,7 @@ class Scored : public PolicyBase<Host> {
   void set_evictable(Slot slot, bool evictable) { ranking_.set_evictable(slot, evictable); }
 
  protected:
-  // What a policy keeps for a slot beside its rank.
+  // The record that a policy keeps of a slot beside its rank.
   template <typename T>
   static T& extra(std::vector<T>& values, Slot slot) {
     if (slot >= values.size()) values.resize(static_cast<std::size_t>(slot) + 1);
@@ -97,7 +97,7 @@ class PrefixLru : public Scored<Host, Rank<std::uint64_t, std::uint64_t, std::ui
     this->set_where(slot, 1);
     // Depths count from the far end, so that the deepest is the lowest.
     this->ranking_.insert(slot, {++tick_, kNever - facts.depth, ++insertions_});
-    // Up to a block that is not less deep than the one below it: whoever tells of such must not make this go in a circle.
+    // Ends at a block that is not less deep than the one below it: wrong depths must not lead this in a circle.
     for (Slot below = slot, above; (above = this->host_.resident_parent(below)) != kNoSlot; below = above) {
       if (this->ranking_.key(above).second <= this->ranking_.key(below).second) break;
       renew(above);

@@ -1,6 +1,6 @@
 // One rank's manager of sequences and KV blocks, as the batch loop of TurboMind sees it, for one generation: from start or
-// wakeup to sleep or shutdown. The scenarios know nothing else of an engine, so whoever has another one behind this
-// interface, the real one for instance, runs the same list.
+// wakeup to sleep or shutdown. The scenarios know nothing else of an engine, so another one with this interface, the
+// real one for instance, runs the same list.
 #pragma once
 
 #include <cstdint>

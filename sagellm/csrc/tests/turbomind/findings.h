@@ -1,5 +1,5 @@
-// What a run of the host finds wrong, from any of its threads. The first few are kept; hooks cannot throw, so whoever drives
-// the host asks after each step.
+// Faults that a run of the host finds, on any of its threads. The first few are kept. Hooks cannot throw, so the caller asks
+// for faults after each step.
 #pragma once
 
 #include <cstddef>

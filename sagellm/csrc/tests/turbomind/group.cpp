@@ -77,7 +77,7 @@ void Group::sleep() {
       pending_[static_cast<std::size_t>(rank)].clear();
     });
   });
-  // Not on the threads of the ranks: whoever puts an engine to sleep takes its managers away.
+  // Not on the threads of the ranks: the caller that puts an engine to sleep takes its managers away.
   for (std::unique_ptr<Engine>& engine : engines_) engine.reset();
   for (const SeqId seq_id : running_) requests_.at(seq_id).state = RequestState::kLost;
   running_.clear();

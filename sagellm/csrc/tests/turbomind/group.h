@@ -63,16 +63,16 @@ class Group {
   bool is_active(SeqId seq_id) const;  // in the last step
   SequenceView view(SeqId seq_id, int rank = 0) const { return engine(rank).sequence(seq_id); }
   std::vector<SageBlockInfo> blocks(int rank = 0) const { return engine(rank).blocks(); }
-  // Of this generation.
+  // Counts of this generation.
   const Tally& tally(int rank = 0) const { return spy_->tally(rank); }
   int num_steps() const { return static_cast<int>(num_steps_); }
   int num_queued() const { return static_cast<int>(queue_.size()); }
   int num_running() const { return static_cast<int>(running_.size()); }
   int num_tokens() const { return last_num_tokens_; }  // of the last step
-  // Of what all groups of the process did that are gone: who took part in which step with which blocks. Two engines that
-  // behave alike have the same.
+  // Digest of all ended groups of the process: who took part in which step with which blocks. Two engines that behave alike
+  // have the same.
   static std::uint64_t digest() { return all_digests; }
-  // What a request generates, for one that goes on where another ended.
+  // Prompt and generated tokens of a request, for one that goes on where it ended.
   static Tokens continued(const Tokens& prompt, int num_new);
 
  private:

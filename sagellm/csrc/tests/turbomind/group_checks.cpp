@@ -1,4 +1,4 @@
-// What must hold on every rank after every step.
+// Invariants of every rank after every step.
 
 #include <algorithm>
 #include <map>

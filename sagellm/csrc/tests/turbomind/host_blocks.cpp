@@ -6,7 +6,7 @@
 namespace sage::host {
 
 namespace {
-// What lies in a block before anything is computed: no scenario computes it.
+// Content of a block before anything is computed: no scenario computes it.
 constexpr std::uint64_t kGarbage = 0xdeadbeefdeadbeef;
 }  // namespace
 

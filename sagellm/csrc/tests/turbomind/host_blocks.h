@@ -1,4 +1,4 @@
-// KV blocks in host memory: free, cached (nobody holds it, content kept) or active (held by sequences).
+// KV blocks in host memory: free, cached (not held, content kept) or active (held by sequences).
 #pragma once
 
 #include <cstdint>

@@ -56,7 +56,7 @@ bool HostEngine::erase(SeqId seq_id) {
   } else {
     give_up(found->second);
   }
-  // Without a prefix cache nobody will ever ask for them.
+  // Without a prefix cache they are never asked for.
   if (!options_.prefix_caching) freed_.insert(freed_.end(), ids.begin(), ids.end());
   sequences_.erase(found);
   return true;

@@ -1,5 +1,5 @@
-// What the host computes as KV: a word for each token that depends on all tokens up to it and on the rank, so that a block
-// that was computed for another prefix, not computed, or moved between ranks is seen by its content.
+// The KV that the host computes: a word for each token, which depends on all tokens up to it and on the rank. So the content
+// of a block shows whether it was computed for another prefix, not computed, or moved between ranks.
 #pragma once
 
 #include <cstdint>

@@ -34,7 +34,7 @@ class PrefixMap {
   void put(const Token* tokens, int num_blocks, Place place) {
     places_[Tokens(tokens, tokens + num_blocks * block_len_)] = place;
   }
-  // Whatever prefix ends in that block is no longer known.
+  // Forgets the prefix that ends in that block.
   void drop(Place place) {
     for (auto at = places_.begin(); at != places_.end();) at = at->second == place ? places_.erase(at) : std::next(at);
   }

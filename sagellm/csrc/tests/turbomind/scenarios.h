@@ -1,4 +1,4 @@
-// What engines and tables go through. Each scenario is a function on the interfaces; the checks of the host run in each.
+// Scenarios for engines and tables. Each scenario is a function on the interfaces; the checks of the host run in each.
 #pragma once
 
 #include <cstdint>

@@ -139,8 +139,8 @@ void large_unique_ids(const Lab& lab) {
   }
 }
 
-// What the ranks of a group answer on nonsense, the engine has to live with: victims that are none are passed over, blocks
-// that have gone are cut off.
+// The engine has to live with invalid answers of the ranks of a group: invalid victims are passed over, blocks that have gone
+// are cut off.
 void nonsense(const Lab& lab) {
   for (const TableFault fault : {TableFault::kUncachedVictims, TableFault::kRepeatedVictims, TableFault::kFewVictims,
                                  TableFault::kManyVictims, TableFault::kForgetEvicted, TableFault::kWrongUniqueIds}) {

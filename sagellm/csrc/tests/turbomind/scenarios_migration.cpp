@@ -110,7 +110,7 @@ void offload_and_restore(const Lab& lab) {
   require(table.num_refused > 0, "the pool never filled up");
 }
 
-// A pool that is full for good: what comes back takes the place of another cached block.
+// A pool that stays full: a block that comes back takes the place of another cached block.
 void replace_cached(const Lab& lab) {
   TieredTable table;
   table.replaces = true;

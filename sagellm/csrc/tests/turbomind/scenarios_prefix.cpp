@@ -71,7 +71,7 @@ void no_prefix_caching(const Lab& lab) {
     group.drain();
   }
   group.step();  // carries out what the last ones gave up
-  // What lay behind a victim of a preempted sequence may still be cached; nothing is active.
+  // Blocks after a victim of a preempted sequence may still be cached; none is active.
   int num_free = 0;
   for (const SageBlockInfo& info : group.blocks()) {
     require(info.state != SAGE_BLOCK_ACTIVE, "a block is kept for nobody");

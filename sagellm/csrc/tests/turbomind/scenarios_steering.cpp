@@ -186,7 +186,7 @@ void step_ends(const Lab& lab) {
   require(num_finished == 7 && num_tokens == 7 * (11 + 3), said("told were", num_finished, num_tokens));
 }
 
-// What sagellm/csrc/examples/short_prompts_first.cpp promises.
+// The promises of sagellm/csrc/examples/short_prompts_first.cpp.
 void example(const Lab& lab) {
   GroupOptions options;
   options.engine.num_blocks = 16;
