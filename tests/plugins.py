@@ -168,7 +168,7 @@ class OwnIndex(Plugin):
 
 
 class Together(Plugin):
-    """Admits nobody before `count` requests have arrived, so that a step sees all of them."""
+    """Admits no request before `count` requests have arrived, so that a step sees all of them."""
 
     def __init__(self, count):
         self.count, self.seen = count, set()

@@ -12,7 +12,7 @@ SETTLE_S = 30.0
 
 
 def settle(engine: Any) -> None:
-    """Wait until the engine has ended every session: the end of a request is a message that nobody answers."""
+    """Wait until the engine has ended every session: the end of a request is a message without an answer."""
 
     async def wait() -> None:
         while engine.engine.scheduler.sessions:

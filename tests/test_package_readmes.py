@@ -33,7 +33,7 @@ def demos_of(package: str) -> list[str]:
 
 @pytest.mark.parametrize("package", NUM_PRINTS)
 def test_demos_print_what_they_say(package: str, tmp_path: Path) -> None:
-    """Line by line what stands behind each `print`, up to a colon that begins an explanation. Ports are of the moment."""
+    """Each line printed is the comment behind its `print`, up to a colon that begins an explanation. Ports may vary."""
     printed: list[str] = []
     promised: list[str] = []
     for demo in demos_of(package):

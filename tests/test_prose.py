@@ -17,6 +17,7 @@ RIDDLES = re.compile(
     r"\b([Dd]oors?|[Nn]obody|for good|is none|are none|bears?|[Ww]hat stands|[Ll]ikewise|[Tt]he same of|[Ww]hoever)\b"
 )
 FENCE = "```"
+FOLDERS = ("sagellm", "benchmarks", "tests")
 
 
 def sentences(text: str) -> list[str]:
@@ -85,8 +86,7 @@ def test_readmes(file: Path) -> None:
 def test_docstrings_and_comments() -> None:
     found = [
         f"{file.relative_to(ROOT)}: {finding}"
-        for folder in ("sagellm", "benchmarks")
-        for file in sorted((ROOT / folder).rglob("*.py"))
+        for file in (*(f for folder in FOLDERS for f in sorted((ROOT / folder).rglob("*.py"))), ROOT / "ci_gate.py")
         for kind, sentence in python_texts(file)
         for finding in findings(kind, sentence)
     ]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# Of tracked files; a picture is a plot of a committed result.
+# Suffixes of tracked files; a picture is a plot of a committed result.
 SUFFIXES = {
     "", ".c", ".cpp", ".csv", ".gz", ".h", ".html", ".json", ".jsonl", ".md", ".patch", ".png", ".py", ".pyi", ".sh", ".toml",
     ".txt", ".typed", ".yaml", ".yml",

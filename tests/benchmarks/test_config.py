@@ -1,4 +1,4 @@
-"""What a benchmark may be told, and of everything else: one line a mistake, exit code 2, nothing written."""
+"""Tests of the configuration of a benchmark. Each mistake gives one line; the exit code is 2, and nothing is written."""
 
 from pathlib import Path
 from typing import Any

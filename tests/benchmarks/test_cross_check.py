@@ -1,4 +1,4 @@
-"""What the cross-check makes of figures; the peers themselves are not installed here."""
+"""Tests of how the cross-check compares figures. The peers themselves are not installed here."""
 
 from pathlib import Path
 

@@ -20,7 +20,7 @@ def test_with_room_for_everything_the_whole_shared_part_is_found(side):
 
 
 def test_more_at_a_time_than_one_find_each_other():
-    """What a request of the same step computes is not there yet; what one of the step before did is."""
+    """With hooks, a request finds what a request of the step before computed. Blocks of the same step are not there yet."""
     (prompt,) = itertools.islice(prefix_schedule.documents(1, SIZE), 1)
     for side, found in (("ours", 1), ("upstream", 0)):
         scheduler = prefix_schedule.Side(side, 400, SIZE, max_batches=2)

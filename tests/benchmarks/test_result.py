@@ -1,4 +1,4 @@
-"""What of a result counts as one observation."""
+"""Tests of the values of a result that count as one observation."""
 
 import numpy as np
 import pytest

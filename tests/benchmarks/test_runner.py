@@ -197,8 +197,8 @@ def test_ranks_wait_for_each_other(comparison: Comparison):
 def test_a_user_who_has_seen_enough(
     stop: int, rounds: int, launches: int, config: Callable[..., Path], left_behind: Callable, tmp_path: Path
 ):
-    """Of a sweep, whose points run on one server, one after the other, each with prompts that are new to it; then of
-    launches, while the server of the second one starts."""
+    """In one case, a user stops a sweep. Its points run on one server, one after the other, each with prompts that are new to
+    the server. In the other case, a user stops launches while the server of the second one starts."""
     sides, enough = [{"name": "head"}], 4 if launches == 1 else 2
     file, out = config(rounds=rounds, launches=launches, sweep=[1, 2], contestants=sides), tmp_path / "out"
     command = [sys.executable, "-m", "benchmarks.runner", "--config", file, "--out", out, "--json"]

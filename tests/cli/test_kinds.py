@@ -86,7 +86,7 @@ def here(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_a_row_of_the_table(kind):
-    """What a row names exists, its list has every registered name, and `check` explains itself."""
+    """Everything that a row names exists, its list has every registered name, and `check` explains itself."""
     registry, suite = kind.load("registry"), kind.load("suite")
     assert isinstance(registry, Registry) and isinstance(suite, Suite) and suite.rules and registry.base is kind.load("base")
     assert isinstance(kind.load("example"), type) and (ROOT / kind.docs).is_file()

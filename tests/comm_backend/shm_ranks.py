@@ -25,9 +25,9 @@ SMALL = {"ring_bytes": 8192, "staging_bytes": 4096, "chunk_bytes": 1024, "heap_b
 
 
 def run_ranks(body: Callable[..., Any], folder: Path, world_size: int, *args: Any, last: Any = (), **config: Any) -> list[Any]:
-    """What `body(backend, *args)` returned on each rank, or the CommError it raised; None of a rank that was killed.
+    """Return the result of `body(backend, *args)` on each rank, or the CommError it raised; None for a rank that was killed.
 
-    `config` is that of all ranks, with what `last` has for the last of them."""
+    `config` holds for all ranks. The values of `last` replace those of `config` for the last rank."""
     rendezvous = f"file://{folder}/meet-{os.urandom(4).hex()}"
     ranks = []
     for rank in range(world_size):
@@ -190,7 +190,7 @@ def different_collectives(backend: ShmBackend, kind: str) -> Any:
 
 
 def one_leaves(backend: ShmBackend) -> Any:
-    """What it had sent arrives; what it had not, does not."""
+    """A message that a rank sent before it left arrives. The next receive fails."""
     tensor = torch.full((10,), float(backend.rank))
     if backend.rank == 1:
         backend.send(tensor, 0)

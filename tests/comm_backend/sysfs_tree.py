@@ -69,8 +69,8 @@ class Tree:
 def two_sockets(root: Path) -> Tree:
     """Four GPUs, an RDMA NIC with a virtual function, an Ethernet NIC and an NVMe on two sockets.
 
-    gpu0, gpu1 and the RDMA NIC are below one switch, gpu1 below a second one under it; gpu2 has a host bridge of its own on the
-    same socket; gpu3, eth0 and nvme0 are on the other socket.
+    The RDMA NIC, gpu0 and gpu1 are below one switch; between this switch and gpu1 is a second one. GPU gpu2 has a host bridge
+    of its own on the same socket. The other socket has gpu3, eth0 and nvme0.
     """
     tree = Tree(root)
     tree.node(0, "0-15,32-47", "10 21", socket=0)

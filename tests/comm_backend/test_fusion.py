@@ -224,7 +224,7 @@ def test_a_failure_reaches_every_member_and_nobody_else():
             fusion.all_reduce(torch.ones(4, 4).T, async_op=True)
         with pytest.raises(CommError, match="op is 'mean'"):
             fusion.all_reduce(torch.ones(4), "mean", async_op=True)
-        works[0].wait()  # what was refused has harmed nobody
+        works[0].wait()  # the refused calls have not harmed this one
         if fusion.rank == 0:
             works = start(fusion, 1, 2, timeout_s=0.2)
             errors = []

@@ -1,4 +1,4 @@
-"""What is particular to ranks that are threads: where they meet, and that everybody knows what has failed."""
+"""Tests of what is particular to ranks that are threads: where they meet, and that every rank knows what has failed."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor

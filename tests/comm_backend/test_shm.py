@@ -23,7 +23,7 @@ def alone(folder: Path, **values: object) -> ShmBackend:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("options", [{}, SMALL], ids=["default", "small"])
 def test_messages_arrive_whole_and_in_order(tmp_path: Path, world_size: int, options: dict[str, int]):
-    """Of nothing, of less than a chunk, and of more than the ring."""
+    """The messages are empty, shorter than a chunk, and longer than the ring."""
     assert run_ranks(ranks.messages, tmp_path, world_size, [0, 1, 777, 9000], options=options) == [None] * world_size
 
 
@@ -41,7 +41,7 @@ def test_ranks_that_meet_over_tcp(tmp_path: Path):
 
 
 def names(listed: list[str]) -> set[str]:
-    """Of /dev/shm, without what other processes of Python and PyTorch make and drop there at any time."""
+    """Return the names of /dev/shm without those that other processes of Python and PyTorch make and drop at any time."""
     return {name for name in listed if not name.startswith(("psm_", "sem.mp-", "torch_"))}
 
 

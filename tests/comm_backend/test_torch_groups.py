@@ -1,4 +1,4 @@
-"""What is particular to groups of torch.distributed. Two ranks of gloo can be threads of one process."""
+"""Tests of what is particular to groups of torch.distributed. Two ranks of gloo can be threads of one process."""
 
 import socket
 import threading

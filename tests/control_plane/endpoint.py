@@ -83,7 +83,7 @@ class Endpoint:
         transports = [each.transport for each in server.connections] if server is not None else []
         await self._runner.cleanup()
         for each in filter(None, transports):
-            each.abort()  # one with bytes that nobody reads would stay open
+            each.abort()  # a connection with unread bytes would stay open
 
     async def _start(self):
         app = web.Application()

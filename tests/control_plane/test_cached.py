@@ -90,7 +90,7 @@ class Node:
         return asyncio.to_thread(self.engine.generate, prompts, SamplingParams(max_new_tokens=2))
 
     def own(self):
-        """What its own index has."""
+        """Return the prefix keys of the engine's own index."""
         index = self.engine.hooks.cache.index
         return {key for entry in index.entries() for key in prefix_keys(index.tokens(entry.entry_id).tolist(), BLOCK)}
 
@@ -190,12 +190,12 @@ def test_real_engines_and_what_they_have_cached(start_engine, model_folder, key_
         found = (await routed.request(seen)).cached
         assert (found.tokens_on("a"), found.tokens_on("b"), found.tokens_on("c")) == (0, 48, None)
 
-        # What the engine has evicted is not looked for there.
+        # A prefix that the engine has evicted is not looked for there.
         await b.computed(others)
         await until("its eviction", lambda: routed.is_right("b") and found.tokens_on("b") == 0)
         assert (await routed.choice(seen))[1] == "least load"
 
-        # What goes to an engine counts until its events can be here, and no longer.
+        # A prompt that goes to an engine counts until the engine's events can be here, and no longer.
         request = await routed.request(more)
         fleet.note_begin(fleet.engines["b"], request)
         fleet.note_begin(fleet.engines["a"])  # so that b is not chosen for its load

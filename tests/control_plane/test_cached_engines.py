@@ -85,7 +85,7 @@ def settled(manager):
 
 
 def own(manager, name):
-    """What the engine itself says that it has cached, asked anew."""
+    """Return the prefix keys that the engine itself reports as cached, asked anew."""
     kind = manager._fleet.engines[name].kind
 
     async def ask():

@@ -74,7 +74,7 @@ async def playing(folder, *engines, wait_s=0.2, **options):
 
 
 def test_a_request_waits_for_engines_no_longer_than_once(tmp_path):
-    """Each of its attempts may find that there is none: it is told so when the time of all of them is over."""
+    """Each attempt of a request may find no engine. The request gets an error when the time of all attempts is over."""
 
     async def waits():
         async with playing(tmp_path) as gateway:
@@ -88,7 +88,7 @@ def test_a_request_waits_for_engines_no_longer_than_once(tmp_path):
 
 @pytest.mark.parametrize("is_clients", [False, True])
 def test_only_what_a_client_does_not_take_is_its_leaving(tmp_path, is_clients):
-    """Any other error of the system is the proxy's own, and is told to whoever runs it: here a file that cannot be opened."""
+    """Any other error of the system is the proxy's own, and is told to its operator: here a file that cannot be opened."""
     def of(*_):
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -104,7 +104,10 @@ def test_only_what_a_client_does_not_take_is_its_leaving(tmp_path, is_clients):
 
 
 def test_requests_of_an_engine_that_hangs_are_sent_again_or_told(tmp_path, monkeypatch):
-    """One that was shown nothing goes to another engine; a stream ends with words. Nobody waits for the engine."""
+    """A request whose client was shown nothing goes to another engine. A stream ends with words.
+
+    No client waits for the engine.
+    """
     monkeypatch.setattr("sagellm.control_plane.engine.FIRST_BACKOFF_S", 600.0)
 
     async def play():

@@ -1,4 +1,4 @@
-"""The event log keeps its lines whole and its counters without gaps, whoever writes."""
+"""Tests of the event log: its lines stay whole and its counters have no gaps, whichever thread or process writes."""
 
 import gc
 import json

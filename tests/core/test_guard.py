@@ -160,7 +160,7 @@ def test_a_posted_call_that_fails_is_the_one_blamed(guard, faults, fault, kind):
 
 
 def test_what_is_handed_over_is_not_waited_for(patient, faults):
-    """What is posted meanwhile waits its turn; the order stays."""
+    """A call that is posted meanwhile waits its turn; the order stays."""
     heard, released = [], threading.Event()
     patient.post("notice", released.wait, 30)
     patient.post("notice", heard.append, 1)

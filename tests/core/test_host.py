@@ -1,4 +1,4 @@
-"""Who decides, who listens, and what is counted."""
+"""Tests of the plug-in host: the plug-in that decides, those that listen, and the counts."""
 
 import json
 import threading

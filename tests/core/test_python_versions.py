@@ -1,4 +1,4 @@
-"""Whatever Python runs this: nothing is used that the oldest one which pyproject.toml promises has not."""
+"""Tests that the code uses only what the oldest Python of pyproject.toml has. The Python that runs them may be any."""
 
 import ast
 import re
@@ -27,7 +27,7 @@ def newer(version: tuple[int, int]) -> set[str]:
 
 
 def used(tree: ast.AST) -> Iterator[str]:
-    """What a file has imported, what it takes from there, and the arguments that it names."""
+    """Yield the modules that a file imports, the members that it takes from them, and the arguments that it names."""
     homes: dict[str, str] = {}
     nodes = list(ast.walk(tree))
     for node in nodes:

@@ -44,8 +44,8 @@ def address() -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def fuzzing(address: subprocess.CompletedProcess[str]) -> Iterator["subprocess.Popen[str]"]:
-    """`check.sh fuzz` in the background; stdout and stderr in one. It has nothing to build, or all would wait for a build
-    that runs only when nobody else does."""
+    """Run `check.sh fuzz` in the background, with stdout and stderr in one. `address` has built what fuzzing needs. Otherwise
+    all tests would wait for a build that runs only when no other process does."""
     process = subprocess.Popen(
         ["nice", "-n", "19", CHECK, "fuzz", str(SECONDS)],
         stdout=subprocess.PIPE,

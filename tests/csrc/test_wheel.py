@@ -1,4 +1,4 @@
-"""What a wheel of this checkout holds. Building one needs a package index, so it is built before, and named:
+"""Tests of the contents of a wheel of this checkout. Building a wheel needs a package index, so it is built before, and named:
 
 python -m pip wheel . --no-deps -w dist && SAGELLM_WHEEL=$(echo dist/sagellm-*.whl) python -m pytest tests/csrc/test_wheel.py
 """

@@ -1,4 +1,4 @@
-"""What is taken from the standard library."""
+"""Tests of the corpus: the texts that are taken from the standard library."""
 
 from pathlib import Path
 

@@ -22,7 +22,8 @@ def test_the_table(model_folder):
     assert rows["none"][1:] == ["1.00", "0", "0", "-", "1.00", "yes"]
     assert rows["ngram"][-1] == rows["draft"][-1] == "yes"
     drafted, accepted, acceptance, per_step = rows["draft"][2:6]
-    # Of each round 19 tokens follow the first one of each: three steps of four guesses and a token, one of three and a token.
+    # In each round, 19 tokens follow the first one of each answer. They take three steps of four guesses and a token, and
+    # one step of three guesses and a token.
     assert (drafted, accepted, acceptance, per_step) == ("60", "60", "100.0%", "4.75")
 
 

@@ -80,7 +80,7 @@ class ByChance(Lru):
 
 
 class SharesState(Lru):
-    """What one instance did decides for the next one: first FIFO, later LIFO."""
+    """Instances share a count of their calls, which decides for the next instance: first FIFO, later LIFO."""
 
     num_asked = 0
 

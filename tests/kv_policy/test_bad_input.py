@@ -1,4 +1,4 @@
-"""What no policy takes, native or in plain Python: each refuses it with PolicyError and goes on as if nothing had been."""
+"""Tests of input that no policy takes, native or in Python: each raises PolicyError and goes on as if nothing had been."""
 
 import math
 

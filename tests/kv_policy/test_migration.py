@@ -95,7 +95,7 @@ def test_demotions_learn_who_comes_back():
     assert keys(policy.plan(demote(block))) == []  # hardly anything came back
     for number in range(3000):
         policy.observe_use([1000 + number], 62.0 + number / 1000)
-    assert keys(policy.plan(demote(CachedBlock(3999, None, 20, 10, 100)))) == []  # used twice; nobody came a third time
+    assert keys(policy.plan(demote(CachedBlock(3999, None, 20, 10, 100)))) == []  # used twice; few were used a third time
 
 
 def test_a_predictor_by_its_name():

@@ -55,7 +55,7 @@ def test_requests_that_preempt_each_other_for_good_are_refused():
 
 
 def test_belady_hits_most_on_these_requests():
-    """Of these requests alone: in prefix mode Belady is a good policy and no bound."""
+    """This holds for these requests alone: in prefix mode Belady is a good policy and no bound."""
     rows = tree_rows(3, 400)
     best = replay("belady", 12, rows).hit_blocks.sum()
     assert all(replay(name, 12, rows).hit_blocks.sum() <= best for name in ONLINE)

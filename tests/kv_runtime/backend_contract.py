@@ -1,4 +1,4 @@
-"""What every `KVBackendProtocol` must do. To try one of your own: subclass `BackendContract` and bring the fixture."""
+"""The contract of `KVBackendProtocol`. To try a backend of your own, subclass `BackendContract` and bring the fixture."""
 
 import pytest
 

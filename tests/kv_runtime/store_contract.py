@@ -1,4 +1,4 @@
-"""What every `TierStore` does. Subclass `StoreContract`, give it the fixture `store`, and run pytest over it."""
+"""The contract of `TierStore`. Subclass `StoreContract`, give it the fixture `store`, and run pytest over it."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor

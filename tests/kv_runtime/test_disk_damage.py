@@ -58,7 +58,7 @@ def test_a_damaged_file_is_dropped(written: Path, damage: tuple):
         if is_open:
             change(file, *how)
         if 1 in store:
-            if file.stat().st_size > FILE_BYTES:  # bytes behind the block's own are none of it
+            if file.stat().st_size > FILE_BYTES:  # bytes behind the block's own do not belong to the block
                 assert np.array_equal(store.read(1), content(1))
                 store.remove(1)
             else:

@@ -152,7 +152,7 @@ def test_memory_of_an_engine_takes_part(tmp_path: Path):
 
 
 def test_many_threads_ask_and_cancel(tmp_path: Path):
-    """Whatever the order of things: every future ends, every block is somewhere, and nothing is left prepared."""
+    """In any order of events, every future ends, every block is somewhere, and nothing is left prepared."""
     setup = Setup(tmp_path, num_threads=3)
     for key in range(4):
         put(setup.host, key)

@@ -84,7 +84,7 @@ def test_the_disk_holds_no_more_than_it_may(start):
 
 
 def test_with_a_file_and_without_one_they_leave_the_host_together(start):
-    """Of a chain on the host the beginning has files, and the end has none yet; no block leaves without its children."""
+    """A chain on the host has files for its first blocks, but not for its last ones. No block leaves without its children."""
     engine = start(pool=6, host=6)
     chain = tokens_of(0, 1, 2, 30, 31)
     engine.serve(1, chain)

@@ -1,4 +1,4 @@
-"""What `--model` takes, what is said about the rest, and the models on this machine."""
+"""Tests of the values that `--model` takes, the messages about other values, and the models on this machine."""
 
 import errno
 import fcntl

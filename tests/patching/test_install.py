@@ -118,7 +118,7 @@ def test_the_engine_keeps_a_copy_for_good(library: ctypes.CDLL) -> None:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    """What bind.cpp adds to the engine's module, in a module of its own."""
+    """Return a module that has only what bind.cpp adds to the engine's module."""
     pybind11 = pytest.importorskip("pybind11", reason="pybind11, which compiles the engine's module, is not installed")
     includes = [pybind11.get_include(), sysconfig.get_path("include")]
     library = compile_cpp(MODULE, tmp_path_factory.mktemp("engine"), "engine", *includes)

@@ -69,7 +69,7 @@ class Checkout:
         )
 
     def installed(self) -> list[str]:
-        """What pip was asked for since the last question."""
+        """Return what pip was asked for since the last call of this method."""
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         self.log.unlink(missing_ok=True)
         return [line.replace(str(self.root), "ROOT") for line in lines]

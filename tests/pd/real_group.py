@@ -23,7 +23,7 @@ LEASE_S, TIMEOUT_S = 120.0, 10.0  # blocks that come back within seconds have no
 
 
 class Engines:
-    """What a prefill and a decode engine answer and report. They have no prefix cache."""
+    """The answers and reports of a prefill and a decode engine. The engines have no prefix cache."""
 
     prefill: str
     decode: str
@@ -31,7 +31,7 @@ class Engines:
     # ---- requests
 
     def single(self, path: str, body: dict) -> httpx.Response:
-        """What one engine answers: that which decodes, asked directly. It computes all itself."""
+        """Return the answer of one engine: the one that decodes, asked directly. It computes all itself."""
         return httpx.post(self.decode + path, json=body, timeout=60)
 
     def expected(self, prompt: str, num: int = 8) -> list[int]:
@@ -214,8 +214,8 @@ def chat_of(prompt: str, **fields) -> dict:
 
 
 def tokens_of(answer: httpx.Response) -> list[int]:
-    """Of the answer. Its text will not do: where it ends within a character, as that of a random model often does, LMDeploy's
-    server leaves out the whole piece that came last."""
+    """Return the tokens of the answer. Its text will not do, as it may end within a character; that of a random model often
+    does. LMDeploy's server then leaves out the whole piece that came last."""
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["gen_tokens"]
 

@@ -1,4 +1,4 @@
-"""What of a client's request goes to a prefill engine."""
+"""Tests of the parts of a client's request that go to a prefill engine."""
 
 import json
 

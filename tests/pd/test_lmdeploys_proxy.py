@@ -62,7 +62,7 @@ def test_several_at_once(group, prompt):
 
 
 def test_an_answer_that_is_over_at_once(group, prompt):
-    """Its first token is none of the answer, and LMDeploy's handler wants one of the prompt's copy."""
+    """The first token does not belong to the answer. LMDeploy's handler wants a token from the prompt's copy all the same."""
     body = chat_of(prompt, response_format={"type": "regex_schema", "regex_schema": "x{0,0}"})
     found = httpx.post(group.url + CHAT, json=body, timeout=60)
     expected = group.single(CHAT, body).json()["choices"][0]

@@ -1,4 +1,4 @@
-"""Who is connected to whom, among engines of which some hang, some are not there yet, and some do not fit."""
+"""Tests of the connections between engines, some of which hang, are not there yet, or do not fit."""
 
 import asyncio
 import contextlib

@@ -224,7 +224,8 @@ def test_decode_engines_that_die_are_replaced_and_streams_end_with_words(own):
     first, second = sorted([group.start_engine("decode"), group.start_engine("decode")])  # all come to the first that lives
     group.proxy.ready()
     group.connected(2, 0)
-    # Nothing was shown yet: the request is sent again, and nobody notices; before its answer began, and in the middle of it.
+    # Nothing was shown to the client yet, so the request is sent again unnoticed.
+    # The engine dies before the answer begins, and then in the middle of it.
     for number, after in enumerate((0, 2)):
         done = group.complete(LONG, stand_in={"die_after": after, "on": [first]})
         assert done.status_code == 200 and done.json()["choices"][0]["text"] == answer(LONG)

@@ -152,7 +152,7 @@ def test_a_prefill_engine_killed_before_during_and_after_its_transfers(group, pr
         engine.kill()
         for each, answer in answers.items():
             assert tokens_of(answer.result(30)) == expected[each]
-    assert tokens_of(group.complete(late)) == expected[late]  # nobody is there to compute it elsewhere
+    assert tokens_of(group.complete(late)) == expected[late]  # no other engine is there to compute it
     stream.end()
     assert stream.is_done and not stream.error
     assert group.arrived("failed_peer") + group.arrived("failed_transfer") >= arrived[1] + 2

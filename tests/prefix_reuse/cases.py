@@ -23,7 +23,7 @@ def places(found: Any) -> list[Place]:
 
 
 def removed(removal: PrefixRemoval | None) -> list[Place]:
-    """What left, whatever the order."""
+    """Return the places of the blocks that were removed, sorted."""
     return [] if removal is None else sorted(places(removal))
 
 

@@ -1,4 +1,4 @@
-"""What `base.PrefixIndex` promises, sentence by sentence, on every implementation. Blocks of two tokens unless said."""
+"""Tests of the promises of `base.PrefixIndex`, one by one, on every implementation. Blocks have two tokens unless stated."""
 
 import inspect
 import itertools

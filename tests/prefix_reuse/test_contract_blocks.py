@@ -1,4 +1,4 @@
-"""What `base.PrefixIndex` promises of moving blocks and of telling what is cached; see test_contract.py."""
+"""Tests of the promises of `base.PrefixIndex` about moving blocks and reporting what is cached; see test_contract.py."""
 
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""What `base.PrefixIndex` promises of lookups and locks; see test_contract.py."""
+"""Tests of the promises of `base.PrefixIndex` about lookups and locks; see test_contract.py."""
 
 import numpy as np
 import pytest

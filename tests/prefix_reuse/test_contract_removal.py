@@ -1,4 +1,4 @@
-"""What `base.PrefixIndex` promises of `invalidate` and of eviction; see test_contract.py."""
+"""Tests of the promises of `base.PrefixIndex` about `invalidate` and eviction; see test_contract.py."""
 
 import itertools
 

@@ -34,8 +34,8 @@ class InStep(RuleBasedStateMachine):
         self.age = 0  # what a restored or cleared index handed out before names nothing any more
 
     def both(self, method: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """What both answer; an argument that is a pair is split. An error must be of one type, and is returned as such;
-        blocks to evict may be wrong in two ways, and either may be told."""
+        """Return the answers of both indices; an argument that is a pair is split. An error must be of one type, which is then
+        the answer. Blocks to evict may be wrong in two ways, and an index may report either."""
         answers = []
         for side, index in enumerate((self.twin, self.native)):
             own = [arg[side] if isinstance(arg, Pair) else arg for arg in args]

@@ -141,7 +141,7 @@ def test_what_a_reader_locks_stays():
 
 
 def test_writers_share_the_ids_among_them():
-    """An id is cached or free, never both and never neither, whoever evicts it."""
+    """An id is cached or free, never both and never neither, whichever writer evicts it."""
     index = PrefixReuseIndex(2)
     free: list[int] = list(range(90))
 

@@ -176,7 +176,7 @@ def test_a_gzip_file_that_ends_early(write):
 @pytest.mark.parametrize("place", [0.1, 0.3, 0.5, 0.7, 0.99])
 @pytest.mark.parametrize("count", [3, 3000])
 def test_a_flipped_bit_in_a_gzip_file(write, place, count):
-    """Nobody can tell where the damage is, and most lines behind it still look right: even --skip-bad keeps none."""
+    """The place of the damage is unknown, and most lines behind it still look right. Even --skip-bad keeps no line."""
     rows = [{**GOOD[1], "timestamp": number} for number in range(count)]
     data = bytearray(gzip.compress(text(rows).encode()))
     data[12 + int((len(data) - 12) * place)] ^= 4

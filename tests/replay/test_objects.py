@@ -75,7 +75,7 @@ def test_the_bound_is_reached(keys, capacity):
 
 @pytest.mark.parametrize(("soon", "expected"), [(1, 0), (2, 1), (None, 0)])
 def test_evictions_that_came_back_soon(soon, expected):
-    """1 is evicted with the second access and comes back with the third, one access later; then 2 likewise."""
+    """Object 1 is evicted with the second access and comes back with the third, one access later, which evicts object 2."""
     counts = replay_objects_reference(Recency(1), np.array([1, 2, 1], np.uint64), capacity=1, soon=soon)
     assert counts.num_evicted == 2 and counts.num_evicted_soon == expected
 
@@ -83,7 +83,7 @@ def test_evictions_that_came_back_soon(soon, expected):
 @pytest.mark.parametrize("soon", [None, 3])
 @pytest.mark.parametrize("name", sorted(set(policy_names()) - {BELADY}))
 def test_native_counts_are_those_of_plain_python(name, soon):
-    """What comes back soon included; the hits are also those of the native flat cache."""
+    """The counts of evictions that came back soon are equal too. The hits are also those of the native flat cache."""
     trace = generate("zipf:requests=60,prefixes=20")
     native, plain = (
         run(

@@ -182,7 +182,7 @@ DAMAGE = {
 
 
 def test_damaged_fields_are_named(lines):
-    """Every field of the record in turn: the message has line and event, and is none of Python's own."""
+    """Every field of the record is damaged in turn. The message has line and event, and is not one of Python's own."""
     rows, write = lines
     rows.insert(
         1, {"t_ns": 0, "n": 1, "pid": rows[0]["pid"], "event": "lookup", "request": 1, "matched": 0, "blocks": [4]}

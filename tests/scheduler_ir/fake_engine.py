@@ -151,7 +151,7 @@ class FakeEngine:
         return computed
 
     def _make_room(self, need, spared):
-        """Of prompts that are computed in part the latest lose their blocks first."""
+        """Take the blocks of prompts that are computed in part, from the latest prompts first."""
         for each in sorted(self.queue, key=lambda each: -each.arrival_s):
             if need > self.blocks and each.blocks and not each.is_running and each.number not in spared | self._away:
                 self._preempt(each)

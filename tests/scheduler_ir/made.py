@@ -68,7 +68,7 @@ TEXTS = st.text(st.characters(exclude_categories=()), min_size=1, max_size=8)  #
 
 @st.composite
 def configs(draw: st.DrawFn, kind: NodeType) -> dict[str, Any]:
-    """What the type asks for, and remarks."""
+    """Draw a config: the fields that the type asks for, and remarks."""
     tokens, count = draw(st.integers(1, 20)), draw(st.integers(0, 10**12))
     needed = {"request": draw(st.integers(0, 3)), "start": draw(st.integers(0, 20)), "tokens": tokens, "bytes": count,
               "requests": [1, 2], "drafts": [1, 3], "op": "all_reduce", "group": draw(TEXTS)}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Whatever the plan, every request ends, and every node has a state with a word of why."""
+"""Tests of any plan: every request ends, and every node has a state with a reason."""
 
 import json
 from pathlib import Path

@@ -14,7 +14,8 @@ from tests.scheduler_ir.made import decided, node, running, view, waiting
 
 
 def essence(decision: ScheduleDecision, step: StepView, by_phase: bool = False) -> tuple:
-    """What an engine does about it: whom it takes in which order, with which cuts. Cuts that cut nothing are none."""
+    """Return what an engine does about a decision: the requests that it takes in which order, with which cuts. Cuts that cut
+    nothing are left out."""
     left = {each.request_id: max(each.num_tokens - each.num_computed, 1) for each in step.requests}
     waits = {each.request_id for each in step.requests if each.phase is Phase.PREFILL}
     order = decision.order or [each.request_id for each in step.requests]

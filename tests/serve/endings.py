@@ -104,7 +104,7 @@ def check_quiet(server: ServerProcess, before: int) -> None:
 
 
 def killed(server: ServerProcess, num_processes: int) -> None:
-    """Nobody is left to end the others, of which there are so many at least; they have to notice."""
+    """Kill the server. No process is left to end the others, at least `num_processes` of them; they have to notice."""
     family = server.family()
     server.process.kill()
     _, alive = psutil.wait_procs(family, timeout=20)

@@ -1,4 +1,4 @@
-"""What the server does differently for TurboMind, up to the point where a GPU would be needed."""
+"""Tests of what the server does differently for TurboMind, up to the point where a GPU would be needed."""
 
 import sys
 from pathlib import Path

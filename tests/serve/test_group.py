@@ -1,4 +1,4 @@
-"""What a server with a role takes from whom, and what keeps one from starting."""
+"""Tests of a server with a role: the requests that it takes from each sender, and what keeps it from starting."""
 
 import socket
 import subprocess

@@ -70,7 +70,7 @@ def test_a_proxy_that_comes_later_and_one_that_comes_back(proxy, caplog):
             await until(lambda: "cannot be reached (Connection refused); trying again every" in caplog.text)
             first = proxy(KEY, port)
             await until(lambda: first.nodes)
-            first.nodes.clear()  # started anew, it knows nobody
+            first.nodes.clear()  # as after a restart, the proxy knows no engine
             await until(lambda: first.nodes)
             assert not own.refusal
 

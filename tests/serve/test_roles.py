@@ -66,7 +66,7 @@ def test_a_decode_engine_until_its_process_is_killed(launch_role, proxy):
     assert info(server, KEY + b"x").status_code == 401
     assert httpx.get(f"{server.url}/sage/pd/info", timeout=30).status_code == 401
 
-    # Whoever has no key gets what a server without a role gives, and nothing more.
+    # A client without a key gets what a server without a role gives, and nothing more.
     plain = server.post("/v1/completions", ASK)
     assert plain.status_code == 200
     for path in ("/health", "/metrics", "/v1/models"):
@@ -88,7 +88,7 @@ def test_a_decode_engine_until_its_process_is_killed(launch_role, proxy):
     two = post_signed(server, "/v1/completions", ASK | {"prompt": ["a", "b"], "migration_request": migration})
     assert two.status_code == 400 and "one prompt" in two.text
 
-    # A proxy that is started anew knows nobody.
+    # A proxy that is started anew knows no engine.
     first.nodes.clear()
     wait_until("registration again", lambda: server.url in first.nodes)
     assert "Traceback" not in server.stderr

@@ -198,7 +198,7 @@ def door(model_folder, tmp_path_factory):
 
 
 def asked(door, max_tokens):
-    """What came in with each prompt whose answer is that long, which tells the tests' requests apart."""
+    """Return what came in with each prompt of this `max_tokens`. The number tells the tests' requests apart."""
     return [text and json.loads(text) for longest, text in door.seen() if longest == max_tokens]
 
 

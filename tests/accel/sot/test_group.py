@@ -241,7 +241,7 @@ def test_an_answer_that_is_given_up_ends_at_the_workers(group, tokenizer):
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_an_answer_is_cancelled_from_another_thread(group, tokenizer, whole):
-    """While the master waits for a worker, and for good."""
+    """The cancellation ends the wait of the master for a worker, and also every later call of `generate`."""
     group, begun = group(), threading.Event()
     (worker,) = group.workers
     worker.send_results_to_master = lambda result: begun.set() or None  # the master hears of nothing

@@ -56,7 +56,7 @@ def test_budgets():
 
 @given(st.lists(st.floats(0, 1, width=32), min_size=1, max_size=40), st.integers(1, 40), st.integers(0, 3), st.integers(1, 3))
 def test_the_blocks_of_most_weight(weights, keep, first, last):
-    """Of those between both ends none that was left out weighs more than one that was taken."""
+    """Between both ends, no block that was left out weighs more than one that was taken."""
     weights = np.array(weights, np.float32)
     keep = min(keep, len(weights))
     chosen = top_blocks(weights, keep, first, last).tolist()

@@ -109,7 +109,7 @@ class Joining(Counting):
 
 
 def test_in_a_pause_it_is_quiet_if_the_wrapped_one_joins():
-    """Whoever tells it late gets the same choices, and the wrapped one knows as much whenever it is asked."""
+    """The choices are the same if steps are told late. The wrapped strategy knows as many tokens whenever it is asked."""
     found = []
     for kind, is_late in ((Counting, False), (Counting, True), (Joining, False), (Joining, True)):
         strategy = DynamicLookaheadStrategy(kind())
@@ -125,8 +125,8 @@ def test_in_a_pause_it_is_quiet_if_the_wrapped_one_joins():
 
 @pytest.mark.parametrize("law", [memory_bound, between, compute_bound])
 def test_what_a_step_costs_is_learned_from_the_latest_of_many(law):
-    """Those that come at once, after a pause, and those that are looked at one by one say the same of steps without guesses,
-    and nearly the same of others."""
+    """Times of steps may be learned at once, after a pause, or one by one. Both ways agree on steps without guesses, and nearly
+    on other steps."""
     draw = np.random.default_rng(0)
     at_once, one_by_one = RowTimes(), RowTimes()
     steps = [(16, 16 + extra) for _ in range(20) for extra in (0, 0, 2, 8)] + [(16, 16)] * 200
@@ -144,7 +144,7 @@ def test_what_a_step_costs_is_learned_from_the_latest_of_many(law):
 
 
 def test_the_choice_is_the_best_of_all():
-    """Each guess in turn to whoever gains most by it, against every way to share guesses out."""
+    """The choice gives each guess in turn to the request that gains most by it. No other way to share guesses out is faster."""
     strategy = dynamic(lookahead=3)
     simulation = Simulation(strategy, between, lambda step, request: (0.9, 0.5, 0.05)[request % 3], batch=3, answer=10_000)
     simulation.run(60)

@@ -19,7 +19,7 @@ def words(rng: random.Random, num_tokens: int, vocab_size: int) -> list[int]:
 
 
 def grown(rng: random.Random, text: list[int], vocab_size: int) -> list[int]:
-    """What comes next: something new, or a copy of something before."""
+    """Return the next tokens of a text: something new, or a copy of something before."""
     if text and rng.random() < 0.5:
         start = rng.randrange(len(text))
         return text[start : start + rng.randint(1, 12)]
@@ -47,7 +47,7 @@ def test_native_indices_guess_as_their_twins(seed: int):
             text = text + new
             if rng.random() < 0.05:
                 text = words(rng, rng.randint(1, 20), vocab_size)  # another text than the one they were told
-            elif rng.random() < 0.8:  # else nobody tells
+            elif rng.random() < 0.8:  # else the indices are not told
                 for index in (ngrams, plain_ngrams, suffixes, plain_suffixes):
                     index.append(new)
             tokens, limit, least = np.array(text, np.int64), rng.choice([1, 2, 4, 8, 40]), rng.choice([0.0, 0.1, 0.2, 0.5])

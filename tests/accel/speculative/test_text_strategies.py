@@ -1,4 +1,4 @@
-"""What the strategies guess that read the text: by hand, and through the life of a request."""
+"""Tests of the strategies that read the text: guesses worked out by hand, and the life of a request."""
 
 import json
 from importlib.metadata import EntryPoint
@@ -26,7 +26,7 @@ def ask(tokens: list[int], limit: int = 4, request_id: int = 1) -> Ask:
 
 
 def guess(strategy: SpeculativeStrategy, tokens: list[int], limit: int = 4, request_id: int = 1) -> list[int]:
-    """Of a request that nobody told it about."""
+    """Return the guesses for a request that the strategy was not told about."""
     (guesses,) = strategy.propose([ask(tokens, limit, request_id)])
     return list(guesses)
 
@@ -199,7 +199,7 @@ def test_chain_guesses_what_the_numbers_of_draws_choose():
 
 
 def test_chain_learns_what_its_guesses_are_worth():
-    """Of all guesses none is right: it guesses less and less, and tries again now and then."""
+    """A strategy whose guesses are all wrong guesses less and less, and tries again now and then."""
     chain = make_speculator("chain", min_probability=1.0)
     text = [token for first in range(0, 1500, 5) for token in (first, first + 1, first + 2, 2000 + first)]
     chain.begin(1, np.array(text, np.int64))

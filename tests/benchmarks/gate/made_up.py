@@ -1,4 +1,4 @@
-"""Results that nobody measured: as an engine run would leave them, with noise of a known size."""
+"""Made-up results: they look as an engine run would leave them, with noise of a known size."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""What the gate refuses to judge."""
+"""Tests of the inputs that the gate refuses to judge."""
 
 from pathlib import Path
 

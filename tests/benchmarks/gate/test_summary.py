@@ -1,4 +1,4 @@
-"""What a pull request shows."""
+"""Tests of the summary that a pull request shows."""
 
 import numpy as np
 import pytest

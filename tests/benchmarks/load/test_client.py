@@ -95,7 +95,7 @@ async def run(plan, stopped=None):
 
 
 def check_shape(samples):
-    """What holds of all samples, whatever happened."""
+    """Check the properties that all samples have, whatever happened."""
     n, m = len(samples.errors), len(samples.chunk_s)
     assert (samples.chunk_offsets[0], samples.chunk_offsets[-1], len(samples.chunk_offsets)) == (0, m, n + 1)
     assert len(samples.chunk_tokens) == m and (samples.chunk_tokens > 0).all()
@@ -166,7 +166,7 @@ def test_failures_do_not_hurt_the_others(options):
 
 def test_a_server_that_is_not_there():
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))  # taken, but nobody listens
+        probe.bind(("127.0.0.1", 0))  # the port is taken, but no server listens
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
         for options in ({}, {"concurrency": 2}):
             samples, _ = asyncio.run(run(make_plan(url, [1, 2, 3], **options)))

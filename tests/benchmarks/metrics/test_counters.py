@@ -144,7 +144,7 @@ def guessed(drafted: float, accepted: float, steps: float) -> dict[str, float]:
 
 
 def without_guesses(drafted: float, accepted: float, steps: float, more: float) -> dict[str, float]:
-    """So many more steps in which nobody guessed."""
+    """Return the counters of `guessed` with `more` further steps without guesses."""
     return guessed(drafted, accepted, steps) | {series("sagellm_speculative_sequence_steps_total", kind="all"): steps + more}
 
 

@@ -1,4 +1,4 @@
-"""Plots are written for the data there is, and for nothing else. What they look like is for eyes."""
+"""Tests of plots: they are written for the data there is, and for nothing else. Their look is left to a person's eyes."""
 
 from pathlib import Path
 

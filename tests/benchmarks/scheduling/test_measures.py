@@ -1,4 +1,4 @@
-"""What is measured of strategies, on times that can be worked out by hand."""
+"""Tests of the measures of strategies, on times that can be worked out by hand."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What a plan is said to cost, on an engine whose times can be worked out by hand."""
+"""Tests of the reported cost of a plan, on an engine whose times can be worked out by hand."""
 
 import pytest
 from click.testing import CliRunner

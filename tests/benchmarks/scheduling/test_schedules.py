@@ -1,4 +1,4 @@
-"""What the comparison of strategies says to options that make no sense, before anything is measured."""
+"""Tests of the comparison of strategies: it refuses options that make no sense before it measures anything."""
 
 from types import SimpleNamespace
 

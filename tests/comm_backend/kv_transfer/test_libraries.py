@@ -85,7 +85,7 @@ def test_blocks_come_over(owner, channel):
     assert result.num_bytes == 12 * own.region.layout.token_bytes()
     for tensor, expected in zip(own.region.tensors, theirs.content(), strict=True):
         assert torch.equal(tensor[:, [1, 0, 3]], expected[:, [5, 2, 7]])
-        assert not tensor[:, [2, 4]].any()  # nobody asked for these
+        assert not tensor[:, [2, 4]].any()  # these blocks were not asked for
     assert own.report()["transfers"] == 1
 
 
@@ -309,7 +309,7 @@ def test_without_the_library(monkeypatch, name, modules, words):
 
 
 def test_mooncake_without_the_system_library(monkeypatch, tmp_path):
-    """What a machine without libibverbs1 says."""
+    """On a machine without libibverbs1, the message names the package to install."""
     folder = tmp_path / "mooncake"
     folder.mkdir()
     (folder / "__init__.py").write_text("")

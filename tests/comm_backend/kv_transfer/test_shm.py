@@ -69,7 +69,7 @@ def test_pages_that_nobody_touches_cost_nothing():
 
 @pytest.mark.parametrize("written", [0, 8, 16, 23])
 def test_a_half_written_segment_is_refused(written: int):
-    """Its header is written last; whatever of it is missing, it is none."""
+    """The header of a segment is written last. A segment is refused if any part of its header is missing."""
     memory = SharedMemory.create(100)
     memory[written:24] = bytes(24 - written)
     with pytest.raises(TransferError, match="half-written"):

@@ -91,7 +91,7 @@ def test_who_does_not_know_the_key_gets_nothing(pair, said: bytes, monkeypatch):
 
 def test_strangers_cannot_take_the_places_of_peers(pair, monkeypatch):
     owner, reader = pair
-    monkeypatch.setattr(tcp_server, "GREET_S", 100.0)  # nobody's time is over
+    monkeypatch.setattr(tcp_server, "GREET_S", 100.0)  # no connection runs out of time
     address = owner.endpoint().address
     with ExitStack() as open_ones:
         peer = open_ones.enter_context(dial(owner))
@@ -132,7 +132,7 @@ def test_peers_are_limited_for_themselves_and_kept_alive(pair, monkeypatch):
 
 
 def test_an_answer_of_an_earlier_connection_is_refused(pair):
-    """What a listener has heard is of no use to it."""
+    """An answer that a listener has heard on one connection is of no use on another one."""
     owner, _ = pair
     address = owner.endpoint().address
     heard = []

@@ -6,7 +6,7 @@ import threading
 from sagellm.core.hooks import DECISIONS, NOTICES, EvictionDecision, MigrationPlan, Plugin, ScheduleDecision, Tier
 
 FOREVER_S = 30  # beyond every limit of the tests; the thread is a daemon's
-AWAKE = threading.Event()  # nobody sets it; a test may put one of its own here
+AWAKE = threading.Event()  # never set; a test may put an event of its own here
 
 
 def _raise(plugin, argument):

@@ -159,7 +159,7 @@ class SimulatedEngine:
         return None
 
     def _row(self, seq: Any) -> SimpleNamespace:
-        """What travels to the device with a step."""
+        """Return the row of a sequence that travels to the device with a step."""
         table = self.scheduler.block_manager.get_block_table(seq).tolist()
         written = seq.logical_blocks[seq.num_history_ids // BLOCK :]
         references = self.scheduler.block_manager.allocator.get_ref_count(written)

@@ -121,7 +121,7 @@ def test_a_sequence_gets_the_same_answer_alone_and_beside_others(start_engine, n
 
 
 def test_what_is_not_whole_is_not_published(start_engine):
-    """Of a prompt that gave up blocks only those before the first gap are found again."""
+    """If a prompt gave up blocks, only its blocks before the first gap are found again."""
     engine = start_engine(**SMALL, prefix_caching=True, sparsity=own(KeepsRecent))
     first = answers(engine, [PROMPTS[3]])
     hits = engine.hooks.report()["prefix"]["hit_tokens"]

@@ -33,7 +33,7 @@ LOG = "tests.engines.lmdeploy.test_branches:Log"
 
 
 class Log(Plugin):
-    """What a strategy sees, and the steps."""
+    """Records the views that a strategy sees, and the steps."""
 
     def __init__(self) -> None:
         self.views, self.steps = [], []
@@ -82,7 +82,7 @@ def tokens(generations):
 @pytest.mark.parametrize("length", [75, 1, 9, 16, 17, 64, 65])
 @pytest.mark.parametrize("caching", [True, False])
 def test_branches_of_a_prompt_compute_its_last_token_alone(start_engine, caching, length):
-    """Of whole blocks and of a part of one; seeded samples too. The request is forked before its prompt is computed."""
+    """Prompts have whole blocks or a part of one; some samples are seeded. The fork comes before the prompt is computed."""
     engine = start_engine(LOG, prefix_caching=caching)
     request, branches = start_and_fork(engine, [[]] * 5, MIXED, prompt=PROMPT[:length])
     found = tokens([*branches.join(WAIT_S), request.result(WAIT_S)])
@@ -266,8 +266,8 @@ def wander(engine, count, seed):
         num_done += 1
         act = choose.random()
         running = [each for each in open_ if each.state == "running" or each.keep]
-        # Of three tokens: among all 320, one draw in 100,000 lies so near to a border that rounding decides, which differs
-        # between a prompt that is computed whole and the last token of a branch.
+        # Draws are among three tokens. Among all 320, one draw in 100,000 lies so near to a border that rounding decides it.
+        # Rounding differs between a prompt that is computed whole and the last token of a branch.
         params = SamplingParams(
             max_new_tokens=choose.randint(1, 30), ignore_eos=True, temperature=choose.choice([0.0, 1.0]), top_k=3,
             seed=choose.randint(1, 99),

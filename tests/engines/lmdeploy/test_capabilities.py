@@ -1,4 +1,4 @@
-"""What the engine says that it can do is what this machine lets it do."""
+"""Tests that the engine reports the capabilities that this machine lets it have."""
 
 import json
 

@@ -115,7 +115,7 @@ def test_only_the_first_of_a_step_is_cut(start_engine, reference):
 
 
 def test_the_phase_is_the_plugins(start_engine, reference):
-    """Decoding first: nobody joins while somebody decodes."""
+    """Decoding goes first: no request joins while another one decodes."""
     engine = start_engine(chunked(tokens=10_000, phase="decode"), decode_round=1)
     prompts = [SHORT[0], LONG]
     assert answers(engine, prompts, [0, 0.05]) == reference(prompts, NEW)

@@ -94,7 +94,7 @@ def test_prompts_are_read_in_bounded_steps_and_unlikely_guesses_left_out(start_e
     runner.forward_scored = scored
     assert answers(engine) == reference(PROMPTS, NUM_NEW)
     report = speculation(engine)
-    # What is long is a prompt: at most 24 tokens of them at once. A step of the target gives at most 9.
+    # Long rows are of prompts: at most 24 tokens of prompts at once. A step of the target gives at most 9 tokens.
     assert max(sum(length for length in lengths if length > 9) for lengths, _ in seen) == 24
     assert report["accepted"] == report["drafted"] > 0
     unlikely = sum(int((probabilities < 0.5).sum()) for _, (_, probabilities) in seen)
@@ -261,7 +261,7 @@ def test_tokenizers_are_compared_by_whatever_files_they_have(tmp_path, model_fol
     refused(swapped, target, "another tokenizer .*: 2 tokens differ")
     refused(swapped, listed, "another tokenizer .*: 2 tokens differ")
 
-    # What only a tokenizer's own code can read.
+    # Vocabularies that only a tokenizer's own code can read.
     made, other_made = without_json("made"), without_json("other_made")
     for folder, words in ((made, "abc"), (other_made, "acb")):
         (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]))

@@ -18,7 +18,7 @@ CROWD = make_prompts((40, 100, 33, 90, 64, 70, 20, 50, 130, 12))
 
 
 async def cancelled(engine, prompt, start_s=0.0, after_s=0.0, after_tokens=0):
-    """What a request has generated when it is cancelled, so long after its start and after so many tokens.
+    """Return the tokens of a request that is cancelled `after_s` after its start and after `after_tokens` tokens.
 
     LMDeploy's answer to a cancellation may be lost behind that of a step, so its stream cannot be read to the end.
     """

@@ -27,8 +27,8 @@ def faulty(hook, fault):
 
 @pytest.fixture
 def wakes_at_the_end(start_engine, monkeypatch):
-    """Who sleeps wakes before the engine is closed, which would wait for it. That it does not wait long is seen where
-    values are traps."""
+    """Wake plug-ins that sleep before the engine is closed, which would wait for them. The tests of values that are traps
+    show that closing does not wait long."""
     awake = threading.Event()
     monkeypatch.setattr(plugins, "AWAKE", awake)
     yield
@@ -76,7 +76,7 @@ NONSENSE = [
 ]
 
 
-# What the report says of those that only their own check can find.
+# Words of the report for the faults that only a check of their own can find.
 DETAILS = {
     "unknown": "are unknown or active", "active": "are unknown or active", "twice": "names? a block twice",
     "orphan": "still has the cached child", "drops": "must name each", "duplicates": "must name each",
@@ -99,7 +99,7 @@ def test_nonsense(start_engine, reference, hook, fault):
     ("fault", "kind"), [("sleep_when_read", "overran"), ("migrates_endlessly", "raised"), ("migrates_sleeping", "overran")]
 )
 def test_a_plugin_whose_values_are_traps(start_engine, reference, fault, kind):
-    """What a plug-in hands over is read on its own thread, before the engine's state is taken hold of."""
+    """Values from a plug-in are read on the plug-in's own thread, before the engine's state is locked."""
     engine = start_engine(faulty("select_victims", fault), kv_blocks=16, plugin_time_limit_s=LIMIT_S)
     assert answers(engine, FEW, PARAMS) == reference(FEW, 24)
     assert engine.hooks.report()["faults"] == [[name_of("select_victims"), "select_victims", kind, 1]]

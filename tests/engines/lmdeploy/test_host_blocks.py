@@ -17,7 +17,7 @@ DICT_TIER = "tests.engines.lmdeploy.books:DictTier"
 
 
 def at_admission(engine, job):
-    """What the job returns, run with the engine's handle while OTHER waits."""
+    """Return the result of the job, which runs with the engine's handle while OTHER waits."""
     results = []
     plugin_of(engine).jobs = [lambda handle: results.append(job(handle))]
     answers(engine, [OTHER], SHORT)
@@ -103,7 +103,7 @@ def test_no_bytes_of_a_copy_that_is_under_way(engine):
             handle.host_bytes(path[:1])
         kv.host_blocks.ended(number)
         assert len(handle.host_bytes(path[:1])) == 1 and len(ins) == len(path) and not outs
-        handle.drop_blocks(path)  # whose copies nobody has made
+        handle.drop_blocks(path)  # their copies have not been made
 
     at_admission(engine, job)
     check_pool(engine)

@@ -67,9 +67,10 @@ def disk_engine(start_engine, folder, **values):
 
 
 def test_what_the_host_gives_up_comes_back_from_files(start_engine, reference, tmp_path):
-    """Six chats of 10 blocks take turns in 24 + 16, so by its next turn most of a chat lies in files. All nine blocks before
-    the one with the last token come back: a load is never larger than the host tier, and what leaves that one for it, or for
-    the pool's victims, goes to a file unless it has one. What finds no room there is the end of a chat, which nobody asks for.
+    """Six chats of 10 blocks take turns in 24 + 16 blocks, so by its next turn most of a chat lies in files. All nine blocks
+    before the one with the last token come back. A load is never larger than the host tier. A block that leaves the host tier
+    for a load, or for the pool's victims, goes to a file unless it has one. Only the end of a chat, which no request asks for,
+    finds no room on a lower tier.
     """
     log = tmp_path / "log.jsonl"
     engine = disk_engine(start_engine, tmp_path / "tier", record=log)

@@ -1,4 +1,4 @@
-"""What tells the files of one model from those of another: a change anywhere in what blocks are computed with."""
+"""Tests of the layout, which tells one model's files from another's. A change in any input of blocks changes the layout."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Libraries of a server and its engine: what nothing needs is not loaded, and is there for whoever asks for it."""
+"""Tests of the libraries of a server and its engine: those that nothing needs are not loaded, but can be imported later."""
 
 import json
 import subprocess

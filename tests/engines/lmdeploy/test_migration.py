@@ -117,7 +117,7 @@ def test_a_request_that_computes_an_offloaded_block_again(engine, reference):
 
 
 def test_copies_wait_while_nothing_runs(engine, reference):
-    """A plug-in that migrates and admits nobody leaves a step without a forward pass; its copies go with the next."""
+    """A plug-in that migrates and admits no request leaves a step without a forward pass. Its copies go with the next step."""
     answers(engine, [LONG], SHORT)
     blocks = sorted(cached_blocks(engine))
     before = block_bytes(engine, blocks)

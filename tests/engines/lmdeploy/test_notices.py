@@ -1,4 +1,4 @@
-"""What a plug-in is told suffices to know who holds what, at the moment it is asked; and the record says the same."""
+"""Tests of notices: when a plug-in is asked, they tell which request holds which blocks. The record says the same."""
 
 import json
 from collections import Counter
@@ -85,7 +85,7 @@ def lines_of(path):
 
 
 def test_the_record_tells_who_holds_what(tmp_path):
-    """The same books from the record's lines alone, and nobody listening."""
+    """The record's lines alone give the same books, without a plug-in that listens."""
     path = tmp_path / "events.jsonl"
     engine = simulated(record=path)
     report = played(engine, 1)

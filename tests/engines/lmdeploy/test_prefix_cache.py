@@ -25,7 +25,7 @@ PLUGINS = {
 
 
 def expected(tokens, num_new, adapter=None):
-    """What a device without any cache would generate."""
+    """Return the tokens that a device without any cache would generate."""
     tokens = list(tokens)
     for _ in range(num_new):
         tokens.append(identities(adapter, tokens)[-1] % VOCABULARY)
@@ -148,7 +148,7 @@ def test_a_request_of_one_token_fills_the_cache(simulate):
 @pytest.mark.parametrize("how", ["stop", "end"])
 @pytest.mark.parametrize("num_loops_done", [0, 1, 3])
 def test_cancelled_while_a_step_is_on_its_way(simulate, how, num_loops_done):
-    """What was computed by then is cached, and nothing else."""
+    """The blocks that were computed by then are cached, and no others."""
     engine, prompt = simulate(), tokens_of(11)
     session = engine.add(prompt, num_new=20)
     seq = engine.seq(session)
@@ -282,7 +282,7 @@ def test_the_same_with_the_plain_pool(plugin):
 
 
 def test_freeing_as_the_allocator_does():
-    """The same, block for block; also what it bears and the pool refuses."""
+    """The results are the same, block for block. This includes calls that the allocator accepts and the pool refuses."""
     engines = [SimulatedEngine(pool=20) for _ in range(2)]
     ours, theirs = (engine.scheduler.block_manager.allocator for engine in engines)
     for allocator, free in ((ours, ours.free), (theirs, lambda ids: type(theirs).free(theirs, ids))):

@@ -232,7 +232,7 @@ def test_lmdeploys_kernel_gives_the_same(kernels, lmdeploys, softcap):
 
 
 def attention_of() -> SimpleNamespace:
-    """What `attended` reads of LMDeploy's `TritonAttentionImpl`."""
+    """Return the attributes of LMDeploy's `TritonAttentionImpl` that `attended` reads."""
     return SimpleNamespace(alibi=False, sliding_window=None, block_sparse_size=1, scale=0.3, logit_softcapping=0.0)
 
 
@@ -442,6 +442,6 @@ def test_kernels_compile_for_an_h100(monkeypatch, tmp_path: Path, size):
                 source, target=target.GPUTarget("cuda", 90, 32),
                 options={name: given[name] for name in ("num_warps", "num_stages") if name in given},
             )  # fmt: skip
-            # What a program of a small GPU may have; matrix units need all 64 rows.
+            # A program of a small GPU may have 99 KiB of shared memory. Matrix units need all 64 rows.
             assert found.metadata.shared <= 99 * 1024
             assert ("wgmma" in found.asm["ptx"]) == (number == 0)

@@ -15,7 +15,7 @@ from sagellm.engines.base import SamplingParams
 from sagellm.engines.lmdeploy import ray_workers
 from sagellm.engines.lmdeploy.engine import LMDeployEngine
 
-# Of LMDeploy's and Ray's own code.
+# These warnings come from LMDeploy's and Ray's own code.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The given NumPy array is not writable"),
     pytest.mark.filterwarnings("ignore:DAGNode.execute"),

@@ -1,4 +1,4 @@
-"""What requests ask of the scheduler: it goes with them, plug-ins of a running engine see it, what cannot be met is refused."""
+"""Tests of the service that requests ask for. Plug-ins of a running engine see it; a service that cannot be met is refused."""
 
 import json
 import math

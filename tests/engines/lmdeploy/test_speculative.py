@@ -236,7 +236,7 @@ class Bad(Knowing):
         return {"odd": {1, 2}} if self.kind == "report" else {}
 
 
-# What the report says of each.
+# Words of the report for each kind of fault.
 FAULTS = {
     "raises": "propose: ZeroDivisionError: division by zero", "none": "propose: TypeError: ", "few": "propose: it answered 0 ",
     "endless": "propose: it answered 2 proposals, or more, for 1 sequences", "long": "propose: more than 4 tokens",
@@ -325,7 +325,7 @@ def test_one_that_is_quiet_hears_everything_in_the_end(start_engine, reference, 
     for start in (0, len(CROWD)):
         assert tokens_of(ask(engine, CROWD, ways)) == wanted
         speculator = engine.engine.executor.model_agent.agent_strategy.speculator
-        speculator._tell_late()  # as with the next step, for which nobody asks
+        speculator._tell_late()  # as with the next step, which no request asks for
         told = speculator.strategy.ended | speculator.strategy.texts
         assert [told[start + place] for place in range(len(CROWD))] == [
             [*prompt, *tokens] for prompt, tokens in zip(CROWD, wanted, strict=True)

@@ -28,7 +28,7 @@ class Eager(Knowing):
 
 
 def fill(engine):
-    """Nearly all blocks of the pool hold prefixes that nobody uses."""
+    """Fill nearly all blocks of the pool with prefixes that no request uses."""
     draw = random.Random(1)
     tell([], [])
     for _ in range(8):
@@ -78,7 +78,7 @@ def test_a_lookahead_beyond_the_pool_is_refused(start_engine, monkeypatch):
     config = dict(kv_blocks=16, decode_round=4, speculative="ngram", speculative_options={"lookahead": 64})
     with pytest.raises(SpeculationError, match=message):
         start_engine(**config)
-    # Of a pool that the engine sizes by itself only the engine can tell.
+    # If the engine sizes the pool by itself, only the engine can tell.
     monkeypatch.setattr("sagellm.engines.lmdeploy.settings_plugins.check_lookahead", lambda *numbers: None)
     with pytest.raises(SpeculationError, match=message):
         start_engine(**config)

@@ -31,7 +31,7 @@ def grammar(**schema):
 
 @pytest.mark.parametrize("decode_round", [1, 4])
 def test_grammars_beside_guesses(start_engine, decode_round):
-    """Who follows one is not guessed at, and its rows stand between those of requests that are."""
+    """A request that follows a grammar gets no guesses. Its rows are between those of requests with guesses."""
     colour, flags = grammar(enum=["red", "green", "blue"]), grammar(type="array", items={"type": "boolean"}, minItems=2)
     word = {"type": "regex_schema", "regex_schema": r"[a-c]{3}-\d{2}"}
     prompts = make_prompts((20, 35, 50, 12, 28, 17), seed=8)
@@ -111,7 +111,7 @@ def test_a_draft_model_reads_what_comes_back_from_the_host_anew(start_engine, re
 
 @pytest.mark.parametrize("decode_round", [1, 3])
 def test_blocks_of_rejected_tokens_return_at_once(start_engine, reference, decode_round):
-    """After each round whoever is not on the device holds what its text needs, and no block for guesses."""
+    """After each round, a request that is not on the device holds the blocks that its text needs, and no block for guesses."""
     expected = reference(CROWD, NEW)
     tell(CROWD, expected)
     options = {"lookahead": 24, "wrong": 0.2}
@@ -157,8 +157,8 @@ class Returned(Knowing):
 
 
 def test_a_place_that_was_lost_and_found_but_for_the_last_token(start_engine, reference):
-    """The first one's 129th token needs the only block that the other does not share with the prefix cache: of its 129 tokens
-    that one finds 128 again, and the agent is told nothing, as it knows them all."""
+    """The first request's 129th token needs the only block that the second one does not share with the prefix cache. The second
+    request then finds 128 of its 129 tokens again. The agent is told nothing, as it knows all 129."""
     prompts = make_prompts((119, 120), seed=6)
     expected = reference(prompts, NEW)
     tell(prompts, expected)

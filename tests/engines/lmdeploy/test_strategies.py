@@ -1,4 +1,4 @@
-"""Strategies and plans in the real engine: the same tokens whoever schedules, nothing lost, the schedule that was asked for."""
+"""Tests of strategies and plans in the real engine: the tokens stay the same, nothing is lost, the schedule is as asked."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor

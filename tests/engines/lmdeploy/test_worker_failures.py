@@ -105,7 +105,7 @@ def test_a_worker_that_fails_says_why(two_workers):
 
 
 def test_a_worker_that_dies_while_the_engine_is_built(start_engine, monkeypatch):
-    """Then the process that workers are forked from ends too, because nobody keeps it here."""
+    """The process that workers are forked from ends too, because it is not kept here."""
     load = worker_processes.load_early
     monkeypatch.setattr(worker_processes, "_is_kept", False)
     monkeypatch.setattr(worker_processes, "load_early", lambda keep=False: load())

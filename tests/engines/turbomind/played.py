@@ -15,7 +15,7 @@ BLOCK = 4
 
 
 class PlayedRank:
-    """One rank: its blocks, and the hooks that it calls on the thread of whoever calls it."""
+    """One rank: its blocks, and the hooks that it calls on its caller's thread."""
 
     def __init__(self, table: Any, num_blocks: int = 12, rank: int = 0, num_ranks: int = 1) -> None:
         self.hooks = abi.hooks_of(table)

@@ -1,4 +1,4 @@
-"""What is said of a machine that has TurboMind in part: each part that may be missing, and the next step."""
+"""Tests of the messages on a machine that has TurboMind in part: each part that may be missing, and the next step."""
 
 import sys
 from pathlib import Path

@@ -110,7 +110,7 @@ def test_a_port_that_is_off_is_not_blamed_on_one_who_kept_to_his_limit(start):
 
 
 def test_many_waiting_requests_are_no_fault(start):
-    """What there is no time to ask for waits, and comes first in the next round."""
+    """A request that there is no time to ask about waits, and comes first in the next round."""
     hooks = start("AdmitsSlowly", "Listener", time_limit_s=LIMIT_S)
     rank, plugin = PlayedRank(hooks.table), plugin_of(hooks)
     waiting = [(request, 10) for request in range(100)]

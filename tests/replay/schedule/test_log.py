@@ -1,4 +1,4 @@
-"""What is read from a log, and what is said of one that cannot be read."""
+"""Tests of what is read from a log, and of the message about a log that cannot be read."""
 
 import json
 from dataclasses import replace

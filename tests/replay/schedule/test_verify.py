@@ -36,7 +36,7 @@ class Leaves(SchedulingStrategy):
 
 
 class Tells(SchedulingStrategy):
-    """What it was told is its reason."""
+    """Gives everything that it was told as the reason of its decision."""
 
     name = "tells"
 

@@ -44,7 +44,7 @@ def test_work_grows_with_what_runs_and_not_with_all_requests(monkeypatch, strate
     lines = [] if keeps else None
     found = virtual_run(requests, SHAPE, COSTS, strategy, decisions=lines, progress=lambda num_ended: None)
     assert num_asked <= 4 * sum(len(step.computed) for step in found.steps)
-    # Nobody reads the rows of a view that no strategy sees and no record keeps.
+    # The rows of a view are read only if a strategy sees the view or a record keeps it.
     assert (num_rows > 0) is (strategy is not None or keeps) and (not keeps or len(lines) == len(found.steps))
 
 

@@ -67,7 +67,7 @@ class Starves(Fifo):
 
 
 class StarvesQuietly(Fifo):
-    """Never computes a prompt as long as somebody decodes, and lets nobody come to an end."""
+    """Never computes a prompt as long as a request decodes, and lets no request come to an end."""
 
     def decide(self, view):
         return ScheduleDecision(hold=frozenset(request.request_id for request in view.running))
@@ -283,5 +283,5 @@ SHOWN_IN = {
     "options": "building", "builds": "building",
     DropsLate: "workload",  # where memory runs out
 }  # fmt: skip
-# What follows from a fault, beside its own rule.
+# Further rules that a fault may break, beside its own.
 FOLLOWS = {ClockInConstructor: set(), Hoards: set(), DrawsUnseeded: {"identity"}}

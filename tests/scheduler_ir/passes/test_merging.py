@@ -87,5 +87,5 @@ def test_remarks_of_a_step_are_the_batchs():
 def test_samples_of_different_steps_do_not_wait_for_each_other():
     before = graph(decode(1, 5), decode(2, 5), sample(1, 5), sample(2, 5))
     assert merge_samples(before, ANY) is before
-    outside = graph(sample(1, 5), sample(2, 5))  # whose steps are none of this graph's
+    outside = graph(sample(1, 5), sample(2, 5))  # their steps are not in this graph
     assert merge_samples(outside, ANY) is outside

@@ -6,7 +6,7 @@ from sagellm.scheduler_ir.simulation.requests import VirtualRequest
 from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
 
 SHAPE = EngineShape(block_size=4, num_blocks=1000, max_prefill_tokens=100, max_batch_size=8, prefix_caching=False)
-# A second and 10 ms a token; half a second whoever decodes.
+# A step of prompts takes a second and 10 ms a token. A decode step takes half a second, with any requests.
 COSTS = LinearCosts((1.0, 0.01, 0.0), (0.5, 0.0, 0.0))
 
 
@@ -46,7 +46,7 @@ class Cuts(SchedulingStrategy):
 
 
 class Answers(SchedulingStrategy):
-    """Whatever `answer(view)` gives."""
+    """Decides what `answer(view)` returns."""
 
     def __init__(self, answer=lambda view: None):
         self.answer, self.ended = answer, []

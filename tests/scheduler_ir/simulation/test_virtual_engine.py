@@ -217,7 +217,7 @@ def test_nonsense_is_told(answer, words):
 def test_views_are_the_engines():
     views = []
     run([request(0, 0.0, 100, 3), request(1, 0.5, 50, 2)], Answers(lambda view: views.append(view)))
-    # Too few run for the engine to look ahead during step 3, so nobody is asked then.
+    # Too few requests run for the engine to look ahead during step 3, so the strategy is not asked then.
     assert [(view.step, view.phase, view.num_in_flight, [each.request_id for each in view.requests]) for view in views] == [
         (1, Phase.PREFILL, 0, [0]), (2, Phase.PREFILL, 0, [1, 0]), (3, Phase.DECODE, 1, [0]), (4, Phase.DECODE, 0, [0, 1]),
     ]  # fmt: skip
@@ -282,13 +282,13 @@ def test_a_run_has_bounds():
 
 
 def test_where_the_only_one_that_may_run_gives_up_its_place_the_engine_pauses():
-    """Of two that decode the younger is in no step, and keeps the blocks that the older one lacks."""
+    """Two requests decode. The younger one is in no step, and keeps the blocks that the older one lacks."""
     shape = replace(SHAPE, num_blocks=5)
     found = run([request(0, 0.0, 8, 8), request(1, 0.0, 8, 8)], Answers(lambda view: ScheduleDecision(token_budget=1)), shape)
     assert found.num_preempted and found.num_pauses
     starts = [step.end_s - step.seconds for step in found.steps]
     gaps = [start - step.end_s for start, step in zip(starts[1:], found.steps, strict=False)]
-    assert max(gaps) == pytest.approx(0.1)  # LMDeploy's: nobody is held
+    assert max(gaps) == pytest.approx(0.1)  # LMDeploy's own pause: no request is held
 
 
 @pytest.mark.parametrize(

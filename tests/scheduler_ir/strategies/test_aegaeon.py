@@ -1,4 +1,4 @@
-"""Turns of models that share an engine: nobody decodes beside another model, quotas share what is owed, nobody waits long."""
+"""Tests of turns of models that share an engine: each decodes alone, quotas share what is owed, and no request waits long."""
 
 from itertools import groupby
 

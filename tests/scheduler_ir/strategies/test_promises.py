@@ -1,4 +1,4 @@
-"""What each strategy promises, on the virtual engine: figures of its clock, so that nothing is timed."""
+"""Tests of the promises of each strategy, on the virtual engine. Figures are from the engine's clock, so nothing is timed."""
 
 import random
 
@@ -94,7 +94,10 @@ LEARNED_S = 3.0
 
 
 def gaps_beside_a_document(strategy, num_streams=6, **service):
-    """Of streams while a prompt of 4,096 tokens is computed, after another that it learns from, and when all is done."""
+    """Return the gaps between tokens of streams while a prompt of 4,096 tokens is computed, and the time when all is done.
+
+    The strategy learns from an earlier prompt.
+    """
     streams = [request(number, 0.0, 40, 400, **service) for number in range(num_streams)]
     engine = run(strategy, [*streams, request(98, 1.0, 2000, 1), request(99, LEARNED_S, 4096, 20)], costs=CHEAP)
     gaps = [

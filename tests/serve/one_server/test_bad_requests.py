@@ -1,4 +1,4 @@
-"""What a client may send by mistake: a clear 4xx, and a server that goes on as before."""
+"""Tests of mistakes in a client's request: the answer is a clear 4xx, and the server goes on as before."""
 
 import json
 import re

@@ -100,7 +100,7 @@ class NoFolders(Draft):
         self.models = None
 
 
-# What the message of the rule `models` says of each.
+# Words of the message with which the rule `models` reports each class.
 BAD = {
     KeepsRejected: "is believed to hold the key of token", KeepsLost: "compute anew what was not accepted",
     BlocksOfAnother: "no text's that was asked about", ForeignBlocks: "blocks from", NegativeBlocks: "blocks from -",

@@ -120,7 +120,7 @@ class Wild(Twos):
 
 
 class CountsCalls(Twos):
-    """Of which there are fewer when it is told late."""
+    """Guesses the number of its calls. There are fewer calls if it is told late."""
 
     joins = True
 
@@ -301,7 +301,7 @@ class LenientSpeculator(judging.Speculator):
 
 
 class LosesLateTokens(judging.Speculator):
-    """Of the steps that the strategy is told of late it takes the first one's tokens twice."""
+    """Tells the strategy of the first late step's tokens twice, in place of those of the second one."""
 
     def _tell_late(self):
         if len(self._late) > 1:

@@ -34,7 +34,7 @@ def brute_force(query, keys, values, past, window):
 
 
 def metadata_of(lengths, tables, caches):
-    """What a step over sequences of (new, past) tokens computes once for all layers."""
+    """Return the metadata that a step over sequences of (new, past) tokens computes once for all layers."""
     new, whole = ([n for n, _ in lengths], [n + p for n, p in lengths])
     step = SimpleNamespace(
         q_seqlens=torch.tensor(new), kv_seqlens=torch.tensor(whole), kv_caches=[caches],

@@ -1,4 +1,4 @@
-"""What the operators of the CPU device do beyond the contract of devices, which compares all with plain formulas."""
+"""Tests of the CPU device's operators beyond the contract of devices, which compares all operators with plain formulas."""
 
 import sys
 

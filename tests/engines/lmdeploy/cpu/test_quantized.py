@@ -73,7 +73,7 @@ def plain_model(folder: Path, place: Path) -> torch.nn.Module:
 
 
 def largest_difference(engine, model: torch.nn.Module) -> float:
-    """Of logits, over their size."""
+    """Return the largest difference of logits, over the largest logit of the prompt."""
     worst = 0.0
     for prompt in PROMPTS:
         with torch.inference_mode():

@@ -66,9 +66,9 @@ CASES = {
 
 
 def is_limited(inputs: SamplingInputs) -> torch.Tensor:
-    """Rows that choose among a part of the vocabulary.
+    """Return the rows that choose among a part of the vocabulary.
 
-    Of all of it, torch goes through the tokens by likelihood, and the native code by number.
+    In a row that chooses among all tokens, torch goes through them by likelihood, and the native code by number.
     """
     found = torch.full((ROWS,), inputs.max_top_k > 0)
     for values, free in ((inputs.top_k, 0), (inputs.top_p, 1.0), (inputs.min_p, 0.0)):

@@ -51,7 +51,7 @@ def test_shared_keys_give_the_same_numbers(isa, dtype, form, group):
             assert torch.equal(together[row], apart[row])
         elif not form:
             assert error(together[row], plain(model, step.texts[row])[-1:]) < TOLERANCE[dtype]
-    # Few rows are computed in the same order, whoever reads the keys; the others differ in the last bits.
+    # Few rows are computed in the same order with shared keys and without. More rows differ in the last bits.
     if len(members) * model.heads // model.kv_heads <= FEW_ROWS:
         assert all(torch.equal(together[row], apart[row]) for row in members)
     elif dtype is torch.float32:

@@ -39,7 +39,7 @@ class Prompts:
                 yield row, first, min(first + TILE, past + new), first // BLOCK
 
     def masks(self, chosen: list[np.ndarray], row: int) -> torch.Tensor:
-        """What tokens of a sequence see if tiles read these blocks: bool [tokens, tokens]."""
+        """Return which tokens each token of a sequence sees if tiles read these blocks: bool [tokens, tokens]."""
         tokens = sum(self.lengths[row])
         seen = torch.ones(tokens, tokens, dtype=torch.bool)
         for (of, first, end, before), blocks in zip(self.tiles(), chosen, strict=True):
@@ -74,7 +74,7 @@ def test_tiles_read_the_chosen_blocks_and_no_others(isa, dtype):
 
 
 def strip_weights(query: torch.Tensor, key: torch.Tensor, first: int, end: int, stride: int) -> torch.Tensor:
-    """What queries [tokens, heads, size] of a tile give to blocks by one key of each strip: [kv_heads, blocks]."""
+    """Return weights [kv_heads, blocks] that queries [tokens, heads, size] of a tile give to blocks by a key of each strip."""
     strips = -(-(end - first) // stride)
     rows = torch.stack([query[min(first + i, end - 1)] for i in range(strips * stride)]).unflatten(0, (strips, stride))
     keys = key[: end // stride * stride].unflatten(0, (-1, stride)).flip(1)

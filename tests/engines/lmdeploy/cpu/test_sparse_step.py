@@ -110,7 +110,7 @@ def test_attention_reads_the_chosen_blocks_and_no_others(isa, dtype, shape, choi
 
 
 def of_bounds(model: Model, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """What queries [heads, head_size] may give to each block at most, [heads, blocks]."""
+    """Return the most that queries [heads, head_size] may give to each block, [heads, blocks]."""
     blocks = [part for part in key.split(BLOCK)]
     low, high = (torch.stack([pick(part) for part in blocks], 1) for pick in (lambda p: p.amin(0), lambda p: p.amax(0)))
     return torch.maximum(query[:, None] * low, query[:, None] * high).sum(-1)

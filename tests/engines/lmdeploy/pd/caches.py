@@ -36,7 +36,7 @@ def cache_engine(num_blocks, rank=0, ranks=1, quant_policy=0, sage=None, **model
 
 
 def init_request(own_id, engine, peer_id, num_peer_blocks, peer_ranks=1):
-    """What LMDeploy's proxy sends to introduce a peer."""
+    """Return the request by which LMDeploy's proxy introduces a peer."""
 
     def config(num_blocks, ranks):
         return DistServeEngineConfig(

@@ -43,7 +43,7 @@ def test_greedy_equals_transformers(pair, reference, prefix_caching, channel):
 
 
 def test_other_ways_to_answer(pair, start_engine):
-    """Whatever the first token needs beside itself is as in one engine."""
+    """Everything that the first token needs beside itself is as in one engine."""
     prompts = make_prompts((30, 33, 50, 64, 90), seed=4)
     ways = [
         dict(top_k=0, temperature=1.3, random_seed=5), dict(logprobs=2),

@@ -43,7 +43,7 @@ def _answers_of_decode(engines, prompts):
 
 
 def test_prompts_that_wait_for_room_of_those_that_are_kept(pair):
-    """They are computed as soon as there is some, whatever has made it: nobody looks again after a while."""
+    """Waiting prompts are computed as soon as there is room, whatever has made the room. No timer looks for room."""
     engines = pair(prefill={"lease_s": 1000.0}, kv_blocks=26)
     prompts = make_prompts((120, 120, 120, 200, 120, 120, 60), seed=12)
     prefill = engines.prefill
@@ -92,7 +92,7 @@ def test_another_prompt(pair, reference):
 
 @pytest.mark.parametrize("is_released", [True, False])
 def test_blocks_that_were_not_kept(pair, reference, is_released):
-    """What was read counts only if the owner still held it."""
+    """Blocks that were read count only if their owner still held them."""
     prompts = make_prompts((40,))
     engines = pair()
 
@@ -124,7 +124,7 @@ def test_a_transfer_that_fails_in_the_middle(pair, reference):
 
 
 def test_a_request_that_leaves_while_its_blocks_come(pair):
-    """The transfer writes into its blocks until it has ended, whoever would have them next."""
+    """The transfer writes into the request's blocks until it has ended. Until then, no other request gets them."""
     engines = pair()
     pd, begun = engines.decode.hooks.pd, []
     allocator = engines.decode.engine.scheduler.block_manager.allocator
@@ -174,7 +174,7 @@ def test_a_request_that_leaves_before_its_prompt_is_computed(pair):
     settle(engines.decode)
     wait_until(lambda: not engines.report()["arriving"])
     wait_until(lambda: not engines.report("prefill")["held"])
-    # Its copy comes late: nobody wants it, so it is not kept.
+    # The copy for this answer comes late: no request wants its blocks, so they are not kept.
     copy = engines.prefill._on_loop(one(engines.prefill, prompt, {}, 6, engines.of_decode.engine_id, True))
     assert len(copy[0]) <= 1
     settle(engines.prefill)

@@ -1,4 +1,4 @@
-"""What LMDeploy's own cache engine holds, as a KV region."""
+"""Tests of a KV region over the memory of LMDeploy's own cache engine."""
 
 import pytest
 import torch

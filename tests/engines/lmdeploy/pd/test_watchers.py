@@ -1,4 +1,4 @@
-"""What the proxy is told of an engine, over a real control connection, as the proxy keeps it."""
+"""Tests of the proxy's knowledge of an engine, which comes over a real control connection."""
 
 import asyncio
 from collections import Counter
@@ -95,7 +95,7 @@ def test_what_is_cached_and_what_steps_take(pair, tmp_path, monkeypatch):
     steps = [one for one in decode.costs if one.kind == "decode"]
     assert all(one.num_requests == one.num_tokens and one.num_context > 40 for one in steps)
 
-    # Both pools are full, and give up what nobody has asked for since.
+    # Both pools are full, and give up the blocks that no request has asked for since.
     for number in range(4):
         pair.ask(make_prompts((90, 100), seed=20 + number))
     assert all(engine.hooks.kv.evicted[EvictionReason.PREFIX] for engine in (pair.prefill, pair.decode))

@@ -35,7 +35,7 @@ TROUBLED = "tests.engines.lmdeploy.pd.test_workers:TroubledShm"
 
 
 class TroubledShm(HeldShm):
-    """As `HeldShm`; where there is a file `fail` and a rank, that one's transfers fail. Who has ended leaves a file `left`."""
+    """A `HeldShm` whose transfers fail on each rank N with a file `failN`. A transfer that has ended leaves a file `leftN`."""
 
     name = "troubled"
 
@@ -129,7 +129,7 @@ def test_blocks_come_to_all_workers(tmp_path, num_ranks):
             report = side.workers.report()
             assert (report["transfers"], report["bytes"], report["peers"]) == (1, result.num_bytes, 1)
             assert report["seconds"] == result.seconds > 0
-            # What they have themselves, for others to check.
+            # The workers compute checksums of their own blocks, for others to check.
             own = await side.workers.checksums((0, 3))
             assert [len(each) for each in own] == [2] * num_ranks and own != await side.workers.checksums((1, 2))
             with pytest.raises(TransferError, match="differ from what was read"):
@@ -241,7 +241,7 @@ def test_cancelled_before_it_has_begun(tmp_path, num_ranks, monkeypatch):
             side.workers.cancel("one")
             with pytest.raises(TransferCancelled):
                 await asyncio.wait_for(moving, 20)
-            # Who waits for a transfer and is cancelled, as all are when the engine ends, hears of it when nothing is written.
+            # A task that waits for a transfer and is cancelled, as at the engine's end, ends when nothing is written any more.
             moving = asyncio.create_task(side.workers.transfer(side.plan("two", timeout_s=60.0)))
             while not (tmp_path / "began").exists():
                 await asyncio.sleep(0.002)
@@ -375,7 +375,7 @@ def test_a_worker_that_does_not_say_whether_it_still_writes(tmp_path, monkeypatc
 
 
 def test_who_does_not_have_the_key_of_the_engine(tmp_path):
-    """That of the group will not do: nobody but their engine has them write into its blocks."""
+    """The key of the group is refused: only the workers' own engine may have them write into its blocks."""
     async def work():
         async with Side(tmp_path, 2) as side:
             with pytest.raises(PeerError, match="another key"):
