@@ -12,7 +12,7 @@ import torch
 from sagellm._core import copy_pieces
 from sagellm.comm_backend.kv_transfer.base import TransferOptions, TransferPlan
 from sagellm.comm_backend.kv_transfer.contract.desk import layout_of
-from sagellm.comm_backend.kv_transfer.contract.owner import OwnerProcess, make_region
+from sagellm.comm_backend.kv_transfer.contract.owner import OwnerProcess, OwnerStarter, make_region
 from sagellm.comm_backend.kv_transfer.layout import KVRegion
 from sagellm.comm_backend.kv_transfer.shared_memory import HEADER_BYTES, SharedMemory, memory_of, open_memory
 from sagellm.comm_backend.kv_transfer.shm import ShmChannel
@@ -103,8 +103,8 @@ def test_blocks_that_others_cannot_read_are_refused_at_once():
 
 
 def test_an_address_whose_parts_lie_elsewhere_is_refused(channel: ShmChannel):
-    owner = OwnerProcess(ShmChannel, LAYOUT, 1, {})
-    try:
+    with OwnerStarter() as starter:
+        owner = OwnerProcess(starter.pipe, ShmChannel, LAYOUT, 1, {})
         address = owner.endpoint.address
         first = address["parts"][0]
         for parts in ([{**first, "offset": first["num_bytes"]}, *address["parts"][1:]], address["parts"][:2], ["nonsense"] * 3):
@@ -114,8 +114,6 @@ def test_an_address_whose_parts_lie_elsewhere_is_refused(channel: ShmChannel):
         state = {**address["state"], "token": 5}
         with pytest.raises(TransferError, match="another engine"):
             channel.connect("p", [owner.endpoint.model_copy(update={"address": {**address, "state": state}})])
-    finally:
-        owner.kill()
     with pytest.raises(TransferError, match="has gone"):
         channel.connect("p", [owner.endpoint])
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
@@ -50,9 +51,9 @@ class Desk(Witness):
 
     refusal = TransferError
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, starter: Connection) -> None:
         super().__init__()
-        self.kind, self.seed = task.kind, task.seed
+        self.kind, self.seed, self._starter = task.kind, task.seed, starter
         self._options = task.options
         self._owners: list[OwnerProcess] = []
         self._channels: list[KVTransferChannel] = []
@@ -65,7 +66,7 @@ class Desk(Witness):
         return channel
 
     def owner(self, layout: KVLayout, seed: int = 1, key: bytes = KEY) -> OwnerProcess:
-        owner = OwnerProcess(self.kind, layout, seed, self._options, key)
+        owner = OwnerProcess(self._starter, self.kind, layout, seed, self._options, key)
         self._owners.append(owner)
         return owner
 
@@ -118,5 +119,6 @@ class Desk(Witness):
         return Facts(self.reports, self.seen, self.num_operations)
 
 
-def run_desk(task: Task, play: Callable[[Desk], None]) -> Facts:
-    return Desk(task).play(play).close()
+def run_desk(task: Task, play: Callable[[Desk], None], starter: Connection) -> Facts:
+    """`starter`: pipe of an `OwnerStarter`."""
+    return Desk(task, starter).play(play).close()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ import torch
 from sagellm.comm_backend.kv_transfer.base import KVTransferChannel, TransferEndpoint, TransferOptions
 from sagellm.comm_backend.kv_transfer.layout import KVLayout, KVRegion
 
-__all__ = ["CONTEXT", "KEY", "OwnerProcess", "filled", "make_region"]
+__all__ = ["CONTEXT", "KEY", "OwnerProcess", "OwnerStarter", "filled", "make_region"]
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__])
+FORK = multiprocessing.get_context("fork")
 KEY = b"the key of the contract"
 ANSWER_S = 30.0
 
@@ -45,16 +47,42 @@ def make_region(kind: type[KVTransferChannel], layout: KVLayout, seed: int | Non
     return KVRegion(layout, tensors)
 
 
-class OwnerProcess:
-    """A channel in a process of its own. Raises RuntimeError: it could not be built."""
+class OwnerStarter:
+    """Starts processes of owners, by forks of one that has no threads and has loaded the libraries.
 
-    def __init__(
-        self, kind: type[KVTransferChannel], layout: KVLayout, seed: int, options: dict[str, Any], key: bytes = KEY
-    ) -> None:
-        self._pipe, there = CONTEXT.Pipe()
-        self._process = CONTEXT.Process(target=_own, args=(there, kind, layout, seed, options, key), daemon=True)
+    A scenario runs in a process of its own. A fork server that it starts would load the libraries again, in each scenario.
+    """
+
+    def __init__(self) -> None:
+        self.pipe, there = CONTEXT.Pipe()  # the process that has this end starts owners
+        self._process = CONTEXT.Process(target=_start_owners, args=(there,), name="kv-owners")
         self._process.start()
         there.close()
+
+    def __enter__(self) -> "OwnerStarter":
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        """End the owners. No other process may have the pipe any more."""
+        self.pipe.close()
+        self._process.join()
+
+
+class OwnerProcess:
+    """A channel in a process of its own. Raises RuntimeError: it could not be built.
+
+    Args:
+        starter: pipe of an `OwnerStarter`.
+    """
+
+    def __init__(
+        self, starter: Connection, kind: type[KVTransferChannel], layout: KVLayout, seed: int, options: dict[str, Any],
+        key: bytes = KEY,
+    ) -> None:  # fmt: skip
+        self._starter = starter
+        starter.send((kind, layout, seed, options, key))
+        self._pid = starter.recv()
+        self._pipe = Connection(recv_handle(starter))
         try:
             self.endpoint = TransferEndpoint.model_validate_json(self._answer())
         except BaseException:
@@ -72,19 +100,20 @@ class OwnerProcess:
 
     def kill(self) -> None:
         """SIGKILL; returns when it has gone."""
-        self._process.kill()
-        self._process.join()
+        os.kill(self._pid, signal.SIGKILL)
+        self._starter.send(self._pid)
+        self._starter.recv()
         self._pipe.close()
 
     def stop(self) -> None:
         """SIGSTOP; returns when it stands still."""
-        os.kill(self._process.pid, signal.SIGSTOP)
-        status = Path(f"/proc/{self._process.pid}/stat")  # it need not be a child of this process
+        os.kill(self._pid, signal.SIGSTOP)
+        status = Path(f"/proc/{self._pid}/stat")  # it is no child of this process
         while status.read_text().rpartition(")")[2].split()[0] not in "Tt":
             time.sleep(1e-3)
 
     def go_on(self) -> None:
-        os.kill(self._process.pid, signal.SIGCONT)
+        os.kill(self._pid, signal.SIGCONT)
 
     def _ask(self, what: str, value: Any) -> Any:
         self._pipe.send((what, value))
@@ -100,6 +129,37 @@ class OwnerProcess:
         if not is_fine:
             raise RuntimeError(f"in the owner's process: {value}")
         return value
+
+
+def _start_owners(pipe: Connection) -> None:
+    """Start an owner for each message, or wait for the end of one, until the pipe is closed."""
+    torch.set_num_threads(1)
+    owners: dict[int, Any] = {}
+    with suppress(EOFError, OSError):
+        while True:
+            wish = pipe.recv()
+            if isinstance(wish, int):
+                owners.pop(wish).join()
+                pipe.send(None)
+                continue
+            here, there = FORK.Pipe()
+            owner = FORK.Process(target=_own_alone, args=((pipe, here), there, *wish))
+            owner.start()
+            there.close()
+            owners[owner.pid] = owner
+            pipe.send(owner.pid)
+            send_handle(pipe, here.fileno(), None)
+            here.close()
+    for owner in owners.values():
+        owner.kill()
+        owner.join()
+
+
+def _own_alone(others: Sequence[Connection], pipe: Connection, *given: Any) -> None:
+    """`others`: pipes of the process that this one was forked from."""
+    for other in others:
+        other.close()
+    _own(pipe, *given)
 
 
 def _own(pipe: Connection, kind: type[KVTransferChannel], layout: KVLayout, seed: int, options: dict, key: bytes) -> None:

@@ -15,7 +15,7 @@ import torch
 from sagellm.comm_backend.kv_transfer.base import KVTransferChannel
 from sagellm.comm_backend.kv_transfer.contract import faults, scenarios
 from sagellm.comm_backend.kv_transfer.contract.desk import Desk, Facts, Task, run_desk
-from sagellm.comm_backend.kv_transfer.contract.owner import CONTEXT
+from sagellm.comm_backend.kv_transfer.contract.owner import CONTEXT, OwnerStarter
 from sagellm.core.contract import ContractReport, Played, Report, Scenario, Suite, run_scenarios
 from sagellm.core.registry import Registry
 
@@ -109,16 +109,17 @@ def _play(play: Callable[[Desk], None], limit_s: float, task: Task, seed: int, r
         report("builds", f"it cannot be sent to another process ({error}); define the class in a module.")
         return Played(0, frozenset())
     here, there = CONTEXT.Pipe()
-    process = CONTEXT.Process(target=_perform, args=(there, message), name="kv-contract")
-    process.start()
-    there.close()
-    try:
-        facts = here.recv() if here.poll(limit_s) else None
-    except (EOFError, OSError):
-        facts = None
-    process.join(0 if facts is None else 5)
-    process.kill()  # the owners that it has started end with their pipes
-    process.join()
+    with OwnerStarter() as starter:
+        process = CONTEXT.Process(target=_perform, args=(there, starter.pipe, message), name="kv-contract")
+        process.start()
+        there.close()
+        try:
+            facts = here.recv() if here.poll(limit_s) else None
+        except (EOFError, OSError):
+            facts = None
+        process.join(0 if facts is None else 5)
+        process.kill()
+        process.join()
     if facts is None:
         report("ends", f"the process died, or had no end within {limit_s:g} s.")
         return Played(0, {"ends"})
@@ -127,7 +128,7 @@ def _play(play: Callable[[Desk], None], limit_s: float, task: Task, seed: int, r
     return Played(facts.num_operations, facts.seen | {"ends"})
 
 
-def _perform(pipe: Connection, message: bytes) -> None:
+def _perform(pipe: Connection, starter: Connection, message: bytes) -> None:
     torch.set_num_threads(1)
     try:
         play, task = pickle.loads(message)
@@ -135,4 +136,4 @@ def _perform(pipe: Connection, message: bytes) -> None:
         said = f"another process cannot load it: {type(error).__name__}: {error}"
         pipe.send(Facts([("builds", said)], set(), 0))
         return
-    pipe.send(run_desk(task, play))
+    pipe.send(run_desk(task, play, starter))
