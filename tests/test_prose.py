@@ -36,12 +36,24 @@ def readme_texts(file: Path) -> Iterator[str]:
         yield from sentences(paragraph)
 
 
+def definitions(tree: ast.Module) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The module, and all classes and functions in it. Expressions, which are most of a tree, have none."""
+    left: list[ast.AST] = [tree]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+        for name in ("body", "orelse", "handlers", "finalbody", "cases"):
+            left += [each for each in getattr(node, name, ()) if hasattr(each, "body")]
+
+
 def python_texts(file: Path) -> Iterator[tuple[str, str]]:
     source = file.read_text()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            for paragraph in re.split(r"\n\s*\n|\n(?=\s*[\w`*., ]+:\s)|\n(?=\s*- )", ast.get_docstring(node) or ""):
-                yield from (("docstring", sentence) for sentence in sentences(paragraph))
+    for node in definitions(ast.parse(source)):
+        for paragraph in re.split(r"\n\s*\n|\n(?=\s*[\w`*., ]+:\s)|\n(?=\s*- )", ast.get_docstring(node) or ""):
+            yield from (("docstring", sentence) for sentence in sentences(paragraph))
+    if "#" not in source:
+        return
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield "comment", token.string.lstrip("# ")
