@@ -13,16 +13,19 @@ _PARTS = {
 }  # fmt: skip
 _SERIES = re.compile(r'(\w+)\{op="([^"]*)",rank="([^"]*)"\}$')
 _TEXT = (
-    "Of the collectives whose name is in the middle, as the rank has it that waited longest for all collectives. Sizes and "
+    "The collectives are those whose name is in the middle, on the rank that waited longest for all collectives. Sizes and "
     "bandwidths are those of NCCL's tests; a latency runs from the start of a collective to its end and so contains the wait "
     "for slower ranks."
 )
 _KINDS = {
     "share": ("ratio", "lower", "Exposed wall-clock seconds / seconds of engine steps: its part of `comm_share`."),
-    "operations": ("operations", None, "How many have ended."),
+    "operations": ("operations", None, "Number of collectives that have ended."),
     "latency_s": ("s", "lower", "Mean latency."),
     "algorithm_bytes_per_s": ("B/s", "higher", "Sum of sizes / sum of latencies."),
-    "bus_bytes_per_s": ("B/s", "higher", "The same times the operation's factor, 2 (n - 1) / n of `all_reduce` over n ranks."),
+    "bus_bytes_per_s": (
+        "B/s", "higher",
+        "Algorithm bytes per second times the operation's factor: 2 (n - 1) / n for `all_reduce` over n ranks.",
+    ),
 }
 
 

@@ -50,7 +50,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"{options['num_sequences']:,} sequences inserted, {options['num_lookups']:,} lookups; what is in them is told in "
         "`benchmarks/prefix/workload.py`. A contestant's turn is two passes over all lookups; the first finds the processor's "
         "caches as the contestant before left them and has a column of its own. CPU time, median of the rounds with quartiles "
-        "in brackets; *times ours* and what stands behind an x are medians of the ratios of each round.",
+        "in brackets; *times ours* and figures after an x are medians of the ratios of each round.",
         "",
     ]
     for block_size, contestants in result["peers"].items():

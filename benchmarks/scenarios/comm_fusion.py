@@ -27,8 +27,8 @@ DEFINITIONS = {
             "of the same through `CommFusion` with buckets of `bucket_kib`. The median of `rounds` ratios, of contestants that "
             "follow each other in random order, on the slower rank.",
         ),
-        ("gain_waiting", "1", "higher", "The same over reductions of which each is waited for before the next is started."),
-        ("us", "us", "lower", "Of one of {size} KiB through `CommFusion` over {backend}, median."),
+        ("gain_waiting", "1", "higher", "The ratio of `gain`, with each reduction waited for before the next is started."),
+        ("us", "us", "lower", "Time of one reduction of {size} KiB through `CommFusion` over {backend}, median."),
     )
 }  # fmt: skip
 

@@ -28,8 +28,8 @@ DEFINITIONS = {
             "of other work lie before each, as in a model: of two that follow at once the second finds the threads of gloo "
             "still awake or just asleep, which decides between 20 and 60 us.",
         ),
-        ("same_", "1", None, "the same of torch's own group with itself: what the machine makes of equals."),
-        ("us_", "us", None, "by torch's own group, median."),
+        ("same_", "1", None, "ratio of torch's own group with itself, which shows the noise of the machine."),
+        ("us_", "us", None, "time by torch's own group, median."),
     )
 }  # fmt: skip
 

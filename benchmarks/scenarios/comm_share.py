@@ -21,14 +21,14 @@ DEFINITIONS = {
     "comm_share_direct": Definition(
         unit="ratio", better=None,
         text=(
-            "The same of the same batches, measured apart from the hooks: seconds that the slowest rank spent inside methods "
+            "The share of the same batches, measured apart from the hooks: seconds that the slowest rank spent inside methods "
             "of torch's `ProcessGroup` and `Work.wait`, which are timed in the workers / wall-clock seconds of the batches as "
             "their client saw them."
         ),
     ),
     "comm_share_error": Definition(unit="ratio", better="lower", text="Reported / direct share, less 1, as a positive number."),
     "comm_share_seconds_error": Definition(
-        unit="ratio", better="lower", text="The same of the seconds alone, without what they are divided by."
+        unit="ratio", better="lower", text="Reported / direct seconds of waiting, less 1, as a positive number."
     ),
     "comm_share_steps": Definition(
         unit="ratio", better=None, text="Seconds of engine steps / wall-clock seconds of the batches: the divisors."

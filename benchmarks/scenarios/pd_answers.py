@@ -36,7 +36,7 @@ DEFINITIONS = {
         "of the answer, without the time of the transfer; median of the same.",
     ),
     "pd_answers_decoded_p99_ms": Definition(unit="ms", better="lower", text="The longest but 1% of them."),
-    "pd_answers_step_ms": Definition(unit="ms", better="lower", text="Of these the step that computed this token, median."),
+    "pd_answers_step_ms": Definition(unit="ms", better="lower", text="Time of the step that computed this token, median."),
     "pd_answers_waited_ms": Definition(
         unit="ms", better="lower", text="All but the transfer and the step: messages, a place in the pool, the queue; median."
     ),

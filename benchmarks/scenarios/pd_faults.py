@@ -26,9 +26,9 @@ OPTIONS: dict[str, Any] = {
 DEFINITIONS = {
     "pd_faults_wrong": Definition(
         unit="1", better="lower",
-        text="Of `requests` greedy requests, sent at random times within `seconds` while one of `prefill` and `decode` "
-        "engines, at random, is killed (SIGKILL) every `kill_every_s` and started again by `sagellm pd up`: answers that "
-        "differ from those of one engine, in what was sent of them.",
+        text="Answers that differ from those of one engine, as far as they were sent. `requests` greedy requests come at "
+        "random times within `seconds`. Every `kill_every_s` one of `prefill` and `decode` engines, at random, is killed "
+        "(SIGKILL), and `sagellm pd up` starts it again.",
     ),
     "pd_faults_hung": Definition(unit="1", better="lower", text="Requests without an answer or error within `limit_s`."),
     "pd_faults_unclear": Definition(
@@ -38,7 +38,7 @@ DEFINITIONS = {
     "pd_faults_failed": Definition(unit="1", better="lower", text="Requests that were told that they have failed."),
     "pd_faults_kills": Definition(unit="1", better=None, text="Engines that were killed."),
     "pd_faults_blocks_lost": Definition(
-        unit="1", better="lower", text="Blocks that engines hold for nobody, when all requests have ended and leases are over."
+        unit="1", better="lower", text="Blocks that engines still hold when all requests have ended and leases are over."
     ),
     "pd_faults_held": Definition(unit="1", better="lower", text="Prompts still held for others, and waited for, by then."),
     "pd_faults_growth_mib": Definition(
@@ -46,10 +46,10 @@ DEFINITIONS = {
     ),
     "pd_faults_engine_growth_kib": Definition(
         unit="KiB", better="lower",
-        text="Of private memory (RSS without what is shared: libraries, and KV blocks, whose pages come when they are first "
-        "used) a request: an engine's server and the processes below it, looked at every two seconds over the prompts that "
-        "this engine has computed for others or had computed by others, once it has had `warm_up` of them; the "
-        "line of least squares through all engines, where each that was started anew has a level of its own.",
+        text="Growth of private memory for each request. Private memory is RSS without shared memory: libraries, and KV "
+        "blocks, whose pages come when they are first used. It is that of an engine's server and the processes below it, every "
+        "two seconds, over the prompts that were computed for others or by others, after the first `warm_up`. The growth is "
+        "the line of least squares through all engines; each engine that was started anew has a level of its own.",
     ),
     "pd_faults_engine_requests": Definition(
         unit="1", better=None, text="Requests of engines over which that growth was seen, each counted by both its engines."

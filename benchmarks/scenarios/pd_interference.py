@@ -24,14 +24,20 @@ DEFINITIONS = {
         "`prompt_tokens` tokens come, one every `every_s`: of one engine on two cores, by that of a prefill and a decode "
         "engine on one core each; median of `repeats`, taken in turns.",
     ),
-    "pd_interference_hybrid_p99_ms": Definition(unit="ms", better="lower", text="That of one engine."),
-    "pd_interference_pd_p99_ms": Definition(unit="ms", better="lower", text="That of the two."),
-    "pd_interference_hybrid_p50_ms": Definition(unit="ms", better="lower", text="Median time between tokens of one engine."),
-    "pd_interference_pd_p50_ms": Definition(unit="ms", better="lower", text="Of the two."),
-    "pd_interference_hybrid_ttft_ms": Definition(
-        unit="ms", better="lower", text="Long prompts: time to the first token, median."
+    "pd_interference_hybrid_p99_ms": Definition(
+        unit="ms", better="lower", text="99th percentile of the time between tokens of one engine."
     ),
-    "pd_interference_pd_ttft_ms": Definition(unit="ms", better="lower", text="The same of the two engines."),
+    "pd_interference_pd_p99_ms": Definition(
+        unit="ms", better="lower", text="99th percentile of the time between tokens of two engines."
+    ),
+    "pd_interference_hybrid_p50_ms": Definition(unit="ms", better="lower", text="Median time between tokens of one engine."),
+    "pd_interference_pd_p50_ms": Definition(unit="ms", better="lower", text="Median time between tokens of two engines."),
+    "pd_interference_hybrid_ttft_ms": Definition(
+        unit="ms", better="lower", text="Long prompts on one engine: time to the first token, median."
+    ),
+    "pd_interference_pd_ttft_ms": Definition(
+        unit="ms", better="lower", text="Long prompts on two engines: time to the first token, median."
+    ),
 }  # fmt: skip
 WARM_TOKENS = 16
 POOL = ("--kv-blocks", "512")

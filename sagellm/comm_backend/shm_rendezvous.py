@@ -72,5 +72,5 @@ def _ask(config, call):
     try:
         return call()
     except RuntimeError as error:
-        text = f"rank {config.rank} of shm found nobody at {config.rendezvous} in {config.timeout_s:g} s: {error}"
+        text = f"rank {config.rank} of shm found no other rank at {config.rendezvous} in {config.timeout_s:g} s: {error}"
         raise CommTimeoutError(text) from None

@@ -144,7 +144,7 @@ class Loader:
         self._waits.end(load)
         if load.result is not None:
             self._engine.free_host(load.block_ids)
-            self._fail(load, load.keys, "nobody waits for it")
+            self._fail(load, load.keys, "no request waits for it")
         elif load.future is not None:
             load.future.cancel()
 

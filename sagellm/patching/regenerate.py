@@ -19,7 +19,7 @@ from sagellm.patching.patchset import default_directory, read_patch, read_series
 from sagellm.patching.recipe import Recipe, build_recipes, conflicts, to_patch
 from sagellm.patching.tree import Target, default_targets, locate, marked_files, tree_of, wheel_hashes
 
-STUB_HEADER = "{title}\n\nOpens: (the door this patch opens)\nWhy: (why it has to be in the engine's own text)"
+STUB_HEADER = "{title}\n\nOpens: (the place that this patch opens)\nWhy: (why it has to be in the engine's own text)"
 
 
 @dataclass(frozen=True)

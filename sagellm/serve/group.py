@@ -245,7 +245,7 @@ def _check_trust(config: SageConfig, of_proxy: list[tuple]) -> None:
         raise ConfigError(f"--host {config.host} is no address of this machine ({error.strerror}).") from None
     if not all(is_loopback(address[4][0]) for address in own + of_proxy):
         raise ConfigError(
-            "--pd-trust-proxy takes requests that nobody has signed, and so works on loopback alone: give --host 127.0.0.1 and "
+            "--pd-trust-proxy takes unsigned requests, so it works on loopback alone; give --host 127.0.0.1 and "
             "--proxy-url http://127.0.0.1:PORT."
         )
     if config.api_key:

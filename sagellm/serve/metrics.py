@@ -134,7 +134,7 @@ def _reported(plugins: dict[str, dict[str, Any]]) -> Metric:
     Counters and gauges alike, which a report does not tell apart; so the type is unknown. The first
     `MAX_REPORTED` numbers of a plug-in are shown.
     """
-    family = UnknownMetricFamily("sagellm_plugin_value", "What plug-ins report.", labels=["plugin", "kind", "key"])
+    family = UnknownMetricFamily("sagellm_plugin_value", "Reports of plug-ins.", labels=["plugin", "kind", "key"])
     for plugin, values in plugins.items():
         leaves = _leaves(values)
         for path, value in islice(leaves, MAX_REPORTED):

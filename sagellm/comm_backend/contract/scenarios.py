@@ -181,7 +181,7 @@ def asynchronous(seat: Seat) -> None:
         while not all([work.is_completed() for work in works]) and time.monotonic() < deadline:
             time.sleep(0.002)
         if not all(work.is_completed() for work in works):
-            seat.report("asynchronous", f"is_completed is still false after {GROUP_S:g} s in which nobody called wait.")
+            seat.report("asynchronous", f"is_completed is still false after {GROUP_S:g} s without a call of wait.")
         for work in works:
             work.wait()
         seat.expect("asynchronous", into, torch.full_like(into, src), "recv with async_op")

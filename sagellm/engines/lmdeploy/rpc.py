@@ -1,4 +1,7 @@
-"""Calls of LMDeploy's server to its engine process: how that waits for them, answers and ends, and what happens if it dies."""
+"""Calls of LMDeploy's server to its engine process: how it waits for them, sends outputs of streams, and ends.
+
+It has its counterparts in the server's process: streams whose outputs are sent, and calls that fail once the engine is dead.
+"""
 
 import asyncio
 import itertools
@@ -29,11 +32,10 @@ class CallPoller:
     answer. This one raises it between two callbacks of the loop, once. Answers that come after the end are dropped.
 
     Args:
-        server: An `AsyncRPCServer` of LMDeploy. Its `send_multipart` is wrapped, and an `OutputSender` is added.
+        server: An `AsyncRPCServer` of LMDeploy. Its `send_multipart` is wrapped.
     """
 
     def __init__(self, server: Any) -> None:
-        OutputSender(server)
         self._socket: zmq.Socket = server.socket
         self._send = server.send_multipart
         self._news = asyncio.Event()

@@ -62,7 +62,7 @@ class Handle:
         raise PluginError("TurboMind's pool gives no blocks to plug-ins; use the PyTorch engine.")
 
     def free_blocks(self, block_ids: Sequence[int]) -> None:
-        raise PluginError("TurboMind's pool gives no blocks to plug-ins, so there are none to free.")
+        raise PluginError("TurboMind's pool gives no blocks to plug-ins, so no block can be freed.")
 
     def get_utilization(self) -> float:
         """Raises PluginError outside `select_victims` and `schedule`."""

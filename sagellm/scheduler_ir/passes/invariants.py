@@ -42,7 +42,7 @@ def _values(before: IRGraph, after: IRGraph) -> str:
     for node in after:
         for name in node.inputs:
             if after.giver(name) is None and name not in outside:
-                return f"{node.node_id} takes {name}, which nobody gives"
+                return f"{node.node_id} takes {name}, which no node gives"
     return ""
 
 

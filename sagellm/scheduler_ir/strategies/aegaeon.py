@@ -96,7 +96,7 @@ class Aegaeon(SchedulingStrategy):
             self._turn, self._has_filled = None, True
             return self._prefill(view, waiting)
         if not running:
-            return ScheduleDecision(reason="nobody is there to decode")
+            return ScheduleDecision(reason="no request decodes")
         self._has_filled = False
         self._turn = turn = self._next_turn(running)
         return self._decode(view, turn, [request for request in running if request.request_id in turn.members])

@@ -60,7 +60,8 @@ class ChunkSizer:
             unfinished = min(sum(unfinished_tokens(request) for request in waiting), max(view.token_budget, 1))
             self._next_s = self._times.prefill_s(unfinished)
             return ScheduleDecision(
-                phase=Phase.PREFILL if waiting else None, reason="nobody decodes: no cuts" if waiting else "nobody waits"
+                phase=Phase.PREFILL if waiting else None,
+                reason="no request decodes: no cuts" if waiting else "no request waits",
             )
         decode_s = self._times.decode_s(
             len(running) + view.num_in_flight, sum(request.num_tokens for request in running)

@@ -56,7 +56,7 @@ class Fair(SchedulingStrategy):
         running = sorted(view.running, key=lambda request: (self._counters[self._of(request)], request.arrival_s))
         order = [request.request_id for request in (*waiting, *running)]
         first = self._of(waiting[0]) if waiting else ""
-        reason = f"tenant {first!r} got least: {self._counters[first]:.0f}" if waiting else "nobody waits"
+        reason = f"tenant {first!r} got least: {self._counters[first]:.0f}" if waiting else "no request waits"
         return ScheduleDecision(order, reason=reason)
 
     def on_step_end(self, result: StepResult) -> None:

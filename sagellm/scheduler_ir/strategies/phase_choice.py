@@ -52,12 +52,12 @@ class PhaseChoice:
 
     def _choose(self, view: StepView, ranked: Ranked, tokens: int) -> tuple[Phase | None, int | None, str]:
         if not ranked.waiting:
-            return None, None, "nobody waits"
+            return None, None, "no request waits"
         if not ranked.running:
             can_wait = ranked.patience_s >= ranked.decode_s and self._num_put_off < self._max_decodes
             if view.num_in_flight and can_wait:
                 return Phase.DECODE, None, "who decodes is on the device, and who waits can wait"
-            return Phase.PREFILL, None, "nobody decodes"
+            return Phase.PREFILL, None, "no request decodes"
         context = max(ranked.waiting[0].num_computed, 0)
         affordable = self._times.tokens_within(min(ranked.stream_slack_s, default=3600.0), context)
         if affordable >= tokens:

@@ -41,7 +41,7 @@ FAULTS = {
     "a sample is lost": (without("s2.5"), "token:2:5, which s2.5 gave, is given no longer"),
     "a chunk is lost": (without("p1.12"), "kv:1:20, which p1.12 gave, is given no longer"),
     "keys and values that are the result": (changed("d1.31", outputs=("logits:1:31",)), "kv:1:31, which d1.31 gave"),
-    "an input from nowhere": (changed("s2.5", inputs=("logits:2:5", "fog")), "s2.5 takes fog, which nobody gives"),
+    "an input from nowhere": (changed("s2.5", inputs=("logits:2:5", "fog")), "s2.5 takes fog, which no node gives"),
     "a token less": (changed("p1.12", config={"tokens": 7}), "token 19 of request 1 is neither computed nor fetched"),
     "a token more": (changed("p1.20", config={"tokens": 11}), "token 30 of request 1 is computed, which it was not"),
     "a token twice": (changed("p1.20", config={"start": 19, "tokens": 11}), "token 19 of request 1 is computed twice"),

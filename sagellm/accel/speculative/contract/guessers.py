@@ -109,7 +109,7 @@ class PausingStrategy(PartlyRightStrategy):
             if self._loose[ask.request_id] > 1:
                 raise RuntimeError("it was not told of a step")
             if not any(text[: len(ask.tokens)] == tuple(ask.tokens.tolist()) for text in self._texts):
-                raise RuntimeError("it was asked about a text that nobody has decoded")
+                raise RuntimeError("it was asked about a text that no request has decoded")
         return super().propose(asks)
 
     def step_done(self, outcome: StepOutcome) -> None:

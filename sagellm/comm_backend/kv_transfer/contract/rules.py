@@ -30,7 +30,7 @@ RULES = {
     "converts": "converts block sizes and TP degrees, or refuses them if it says that it does not convert",
     "layout": "refuses to connect to what is laid out otherwise, and names the difference",
     "address": "refuses an address that makes no sense, with TransferError",
-    "key": "serves nobody with another key, if it says that it checks keys",
+    "key": "refuses peers with another key, if it says that it checks keys",
     "misuse": "refuses, with TransferError and nothing written, what makes no sense, and works afterwards",
     "disconnect": "forgets a peer",
     "checksums": "has the checksums of the contract, and fails where they differ, naming the blocks",

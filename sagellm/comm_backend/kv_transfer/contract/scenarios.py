@@ -22,7 +22,7 @@ def starting(desk: Desk) -> None:
         told = TransferEndpoint.model_validate_json(endpoint.model_dump_json())
         if told != endpoint or told.channel != desk.kind.name or told.layout != layout_of():
             desk.report("builds", f"its endpoint is {endpoint!r}; as JSON it is the same, with its own name and layout.")
-    desk.refused("options", "an option that nobody has", lambda: desk.channel(layout_of(), no_such_option=1))
+    desk.refused("options", "an option that no channel has", lambda: desk.channel(layout_of(), no_such_option=1))
     with desk.held("report"):
         report = channel.report()
         if not {"transfers", "bytes", "seconds", "waited_s", "running", "peers"} <= report.keys():

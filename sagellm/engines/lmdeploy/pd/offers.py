@@ -132,13 +132,13 @@ class Offers:
         """Whether the blocks were held until now. The request leaves in a moment: who asks waits with its first step."""
         offer = self._offers.get(transfer_id)
         if offer is None:
-            self._remember(transfer_id, "nobody wants it any more")
+            self._remember(transfer_id, "it is not wanted any more")
             return False
         was_held = bool(offer.since_s)
         self.counts["read" if was_held else "unwanted"] += 1
         if was_held and offer.seq is not None:
             offer.seq.sage_transfer = "read"
-        self._close(offer, "it was read, or nobody wants it any more", leave=False)
+        self._close(offer, "it was read, or is not wanted any more", leave=False)
         if offer.seq is not None:
             self._num_leaving += 1
             asyncio.get_running_loop().call_soon(self._leave, offer.seq.session_id)
