@@ -48,8 +48,10 @@ COMPARED = ("share_in_time", "goodput_rps", "tokens_per_s", "ttft_p50_s", "tpot_
 @click.option("--model", default="smollm2", show_default=True, help="Name or folder.")
 @click.option("--profile", "file", type=click.Path(path_type=Path), help="File of the profile, which is read and written.")
 @click.option("--threads", default=1, show_default=True, help="Threads of the engine: one device.")
-@click.option("--concurrency", type=Counts(1, 4096), default="1,4,12", show_default=True, help="Numbers of requests at once in the profile.")
-@click.option("--profile-tokens", type=Counts(1, 1 << 20), default="64,256,768", show_default=True, help="Lengths of prompts in the profile.")
+@click.option("--concurrency", type=Counts(1, 4096), default="1,4,12", show_default=True,
+              help="Numbers of requests at once in the profile.")  # fmt: skip
+@click.option("--profile-tokens", type=Counts(1, 1 << 20), default="64,256,768", show_default=True,
+              help="Lengths of prompts in the profile.")  # fmt: skip
 @click.option("--profile-rounds", default=5, show_default=True, help="Measurements of each point of the profile.")
 @click.option("--ttft-ms", default=500.0, show_default=True, help="Target of the first token.")
 @click.option("--itl-ms", default=40.0, show_default=True, help="Target of each further token.")
