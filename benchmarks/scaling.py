@@ -86,7 +86,7 @@ class Setting:
 @click.option("--ttft-ms", default=500.0, show_default=True, help="Target of the first token.")
 @click.option("--itl-ms", default=40.0, show_default=True, help="Target of each further token, on average.")
 @click.option("--batch", default=8, show_default=True, help="Requests that run at once on an engine.")
-@click.option("--engines", default=8, show_default=True, help="Most engines.")
+@click.option("--engines", default=8, show_default=True, help="Largest number of engines.")
 @click.option("--interval-s", default=10.0, show_default=True, help="Seconds from a decision to the next.")
 @click.option("--cooldown-s", default=30.0, show_default=True, help="Cool-down after a change.")
 @click.option("--down-after", default=6, show_default=True, help="Decisions in a row before an engine is given up.")

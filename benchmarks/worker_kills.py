@@ -37,7 +37,7 @@ PROMPTS = [[1, 5, 9, 13], [2, 4, 8], [3, 7, 11, 15, 19]]
 
 
 @click.command()
-@click.option("--kills", default=200, show_default=True, help="Rounds.")
+@click.option("--kills", default=200, show_default=True, help="Rounds, each with a kill.")
 @click.option("--seed", default=0, show_default=True, help="Seed of moments and workers.")
 @click.option("--server", is_flag=True, help="Kill workers of a server that starts them again.")
 @with_output

@@ -288,7 +288,7 @@ class PlanRunner(Plugin):
     def _find(self, plan_id: str) -> PlanProgress:
         found = self._submitted.get(plan_id) or self._active.get(plan_id) or self._finished.get(plan_id)
         if found is None:
-            raise PlanError(f"unknown plan {plan_id!r}; submit it first. The last {self._keep_plans} finished plans are kept.")
+            raise PlanError(f"unknown plan {plan_id!r}; submit it first. Finished plans that are kept: {self._keep_plans}.")
         return found
 
     def _disown(self, progress: PlanProgress) -> None:

@@ -195,7 +195,7 @@ def test_a_request_whose_prompt_no_engine_has():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"host": "0.0.0.0"}, "works on loopback alone: give --host 127.0.0.1 and --proxy-url http://127.0.0.1:PORT."),
+        ({"host": "0.0.0.0"}, "works on loopback alone; give --host 127.0.0.1 and --proxy-url http://127.0.0.1:PORT."),
         ({"proxy_url": "http://192.0.2.1:1"}, "works on loopback alone"),
         ({"api_key": ("sesame",)}, "LMDeploy's proxy sends no key to engines; leave --api-key out."),
     ],

@@ -22,7 +22,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__])
 FORK = multiprocessing.get_context("fork")
 KEY = b"the key of the contract"
-ANSWER_S = 30.0
+ANSWER_S, END_S = 30.0, 5.0
 
 
 def filled(layout: KVLayout, seed: int) -> tuple[torch.Tensor, ...]:
@@ -63,8 +63,12 @@ class OwnerStarter:
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        """End the owners. No other process may have the pipe any more."""
+        """End the owners."""
+        with suppress(OSError):
+            self.pipe.send(None)
         self.pipe.close()
+        self._process.join(END_S)
+        self._process.kill()  # a scenario that was killed may have left half of a message
         self._process.join()
 
 
@@ -79,7 +83,7 @@ class OwnerProcess:
         self, starter: Connection, kind: type[KVTransferChannel], layout: KVLayout, seed: int, options: dict[str, Any],
         key: bytes = KEY,
     ) -> None:  # fmt: skip
-        self._starter = starter
+        self._starter, self._is_killed = starter, False
         starter.send((kind, layout, seed, options, key))
         self._pid = starter.recv()
         self._pipe = Connection(recv_handle(starter))
@@ -100,6 +104,9 @@ class OwnerProcess:
 
     def kill(self) -> None:
         """SIGKILL; returns when it has gone."""
+        if self._is_killed:
+            return
+        self._is_killed = True
         os.kill(self._pid, signal.SIGKILL)
         self._starter.send(self._pid)
         self._starter.recv()
@@ -132,12 +139,11 @@ class OwnerProcess:
 
 
 def _start_owners(pipe: Connection) -> None:
-    """Start an owner for each message, or wait for the end of one, until the pipe is closed."""
+    """Start an owner for each message, or wait for the end of one, until the message is None or the pipe is closed."""
     torch.set_num_threads(1)
     owners: dict[int, Any] = {}
     with suppress(EOFError, OSError):
-        while True:
-            wish = pipe.recv()
+        while (wish := pipe.recv()) is not None:
             if isinstance(wish, int):
                 owners.pop(wish).join()
                 pipe.send(None)
