@@ -68,10 +68,10 @@ def strings(source: str) -> Iterator[str]:
             yield from sentences(node.value)
 
 
-def native_comments(file: Path) -> Iterator[str]:
+def native_comments(source: str) -> Iterator[str]:
     """Sentences of the comments of C++. Lines without code that follow each other are one text."""
     text: list[str] = []
-    for line in [*file.read_text().splitlines(), ""]:
+    for line in [*source.splitlines(), ""]:
         code, slashes, comment = line.partition("// ")
         if slashes and not code.strip():
             text.append(comment)
@@ -158,7 +158,7 @@ def test_native_comments() -> None:
         f"{file.relative_to(ROOT)}: {finding}"
         for suffix in ("h", "cpp")
         for file in sorted((ROOT / "sagellm" / "csrc").rglob(f"*.{suffix}"))
-        for sentence in native_comments(file)
+        for sentence in native_comments(file.read_text())
         for finding in findings("comment", sentence)
     ]
     assert not found, "\n".join(found)
@@ -166,11 +166,13 @@ def test_native_comments() -> None:
 
 @pytest.mark.parametrize("patch", sorted((ROOT / "patches").glob("*.patch")), ids=lambda patch: patch.stem)
 def test_patches(patch: Path) -> None:
-    """The words of a patch are its preamble, and those of the Python files that it adds."""
+    """The words of a patch are its preamble, and those of the files that it adds."""
     preamble, *files = re.split(r"^--- ", patch.read_text(), flags=re.MULTILINE)
     texts = [("README", sentence) for part in re.split(r"\n\s*\n", preamble) for sentence in sentences(part)]
     for file in files:
-        if re.match(r"/dev/null\n\+\+\+ \S+\.py\n", file):
-            texts += python_texts("".join(f"{line[1:]}\n" for line in file.splitlines()[2:] if line.startswith("+")))
+        if added := re.match(r"/dev/null\n\+\+\+ \S+(\.\w+)\n", file):
+            source = "".join(f"{line[1:]}\n" for line in file.splitlines()[2:] if line.startswith("+"))
+            is_python = added[1] == ".py"
+            texts += python_texts(source) if is_python else (("comment", sentence) for sentence in native_comments(source))
     found = [finding for kind, sentence in texts for finding in findings(kind, sentence)]
     assert not found, "\n".join(found)
