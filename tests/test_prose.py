@@ -101,6 +101,8 @@ def test_readmes(file: Path) -> None:
     if file.parent.name == "results":
         pytest.skip("written by a benchmark")
     found = [finding for sentence in readme_texts(file) for finding in findings("README", sentence)]
+    rows = [line for line in file.read_text().splitlines() if line.startswith("|")]
+    found += [f"says {riddle[0]!r}: {row}" for row in rows if (riddle := RIDDLES.search(row))]
     assert not found, "\n".join(found)
 
 
