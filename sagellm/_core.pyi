@@ -775,6 +775,20 @@ class CpuDecoder:
         Raises ValueError: a slot outside of the cache, or numbers of few bits.
         """
 
+    @staticmethod
+    def advance(tensors: dict[str, int], tokens: list[int]) -> int:
+        """Turn a step without guesses into the one after it, in place.
+
+        Args:
+            tensors: as `run` has them.
+            tokens: the token that each sequence has drawn.
+
+        Returns:
+            The number of positions that need angles.
+
+        Raises ValueError: not one token for each sequence.
+        """
+
     def run(
         self, team: CpuTeam, tensors: dict[str, int], wishes: dict[str, Any] | None = None,
         sparse: dict[str, Any] | None = None,

@@ -1,6 +1,8 @@
 // `_core.CpuTeam`, `_core.CpuKernels` and `_core.CpuDecoder`. Tensors come as addresses; sagellm/engines/lmdeploy/cpu
 // checks their shapes and keeps them alive.
 
+#include <algorithm>
+
 #include "sagellm/decoder.h"
 
 #include "arguments.h"
@@ -245,6 +247,24 @@ class BoundDecoder {
   bool takes_trees() const { return decoder_.takes_trees(cache_); }
   void move(const std::vector<std::pair<std::int64_t, std::int64_t>>& slots) const { decoder_.move(cache_, slots); }
 
+  // Turns a step without guesses into the one after it, in which each sequence has the token that it has drawn. Returns how
+  // many positions need angles. Tensors take ten times as long in Python: a step has pushed their code out of the caches.
+  static std::int64_t advance(const py::dict& tensors, const std::vector<std::int64_t>& tokens) {
+    const auto numbers = [&](const char* name) { return at<std::int64_t>(tensors[name].cast<Address>()); };
+    const auto is_count = [&](const char* name) { return tensors[name].cast<std::size_t>() == tokens.size(); };
+    if (!is_count("num_tokens") || !is_count("num_sequences")) {
+      throw std::invalid_argument("a step that goes on has one token of each sequence, and each has drawn one");
+    }
+    std::int64_t *const last = numbers("tokens"), *const positions = numbers("positions"), *const lengths = numbers("lengths");
+    std::int64_t farthest = 0;
+    for (std::size_t i = 0; i < tokens.size(); ++i) {
+      last[i] = tokens[i];
+      ++lengths[i];
+      farthest = std::max(farthest, ++positions[i]);
+    }
+    return farthest + 1;
+  }
+
   // `tensors`: addresses and sizes, as `DecoderStep` has them. Draws tokens if there are wishes. Returns them, and
   // `StepReport`'s fields.
   py::tuple run(Team& team, const py::dict& tensors, const py::object& wishes, const py::object& sparse,
@@ -384,6 +404,7 @@ void bind_decoder(py::module_& module) {
       .def_property_readonly("prompt_tile", &BoundDecoder::prompt_tile)
       .def_property_readonly("takes_trees", &BoundDecoder::takes_trees)
       .def("move", &BoundDecoder::move, py::arg("slots"), Release())
+      .def_static("advance", &BoundDecoder::advance, py::arg("tensors"), py::arg("tokens"))
       .def("run", &BoundDecoder::run, py::arg("team"), py::arg("tensors"), py::arg("wishes") = py::none(),
            py::arg("sparse") = py::none(), py::arg("exchanges") = py::none());
 }

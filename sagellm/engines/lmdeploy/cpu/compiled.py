@@ -311,13 +311,11 @@ class CpuRunner(GraphRunner):
     def follow(self, step: ReadyStep, drawn: list[Sampled]) -> None:
         """Turn a decode step without guesses into the one after it. `drawn`: what it has drawn."""
         tokens = [token for token, _, _ in drawn]
-        step.tokens.numpy().reshape(-1)[:] = tokens
-        for each in (step.positions, step.lengths):
-            numbers = each.numpy()
-            numbers += 1
-        angles = self.native.rotary.table(int(step.positions.numpy().max()) + 1, torch.float32)
-        step.tensors |= {"angles": angles.data_ptr(), "num_angles": len(angles)}
-        step.kept = (angles, *step.kept[1:])
+        num_positions = self.native.decoder.advance(step.tensors, tokens)
+        if num_positions > step.tensors["num_angles"]:
+            angles = self.native.rotary.table(num_positions, torch.float32)
+            step.tensors |= {"angles": angles.data_ptr(), "num_angles": len(angles)}
+            step.kept = (angles, *step.kept[1:])
         follow(step.wishes, tokens)
 
     def run(self, step: ReadyStep, hand_over: Callable[[], None] | None = None) -> list[Sampled]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from sagellm import _core
 from sagellm.engines.lmdeploy.cpu import decode_round
 from sagellm.engines.lmdeploy.cpu.ready_step import ReadyStep
 from sagellm.engines.lmdeploy.cpu.run_ahead import FEWEST_RIGHT, RunAhead
@@ -178,3 +179,18 @@ def test_steps_differ_in_any_part_that_is_read(name):
     else:
         getattr(other, name)[1] += 1
     assert not one.is_same_as(other, 16)
+
+
+def test_a_step_is_turned_into_the_one_after_it():
+    rows = {"tokens": [5, 6], "positions": [9, 40], "lengths": [10, 41]}
+    tensors = {name: torch.tensor(values) for name, values in rows.items()}
+    step = {name: each.data_ptr() for name, each in tensors.items()} | {"num_tokens": 2, "num_sequences": 2}
+    with pytest.raises(ValueError, match="one token of each sequence"):
+        _core.CpuDecoder.advance(step, [7])
+    with pytest.raises(ValueError, match="one token of each sequence"):
+        _core.CpuDecoder.advance(step | {"num_tokens": 3}, [7, 8])
+    assert {name: each.tolist() for name, each in tensors.items()} == rows
+    assert _core.CpuDecoder.advance(step, [7, 8]) == 42
+    assert {name: each.tolist() for name, each in tensors.items()} == {
+        "tokens": [7, 8], "positions": [10, 41], "lengths": [11, 42]
+    }  # fmt: skip
