@@ -248,7 +248,7 @@ class BoundDecoder {
   void move(const std::vector<std::pair<std::int64_t, std::int64_t>>& slots) const { decoder_.move(cache_, slots); }
 
   // Turns a step without guesses into the one after it, in which each sequence has the token that it has drawn. Returns how
-  // many positions need angles. Tensors take ten times as long in Python: a step has pushed their code out of the caches.
+  // many positions need angles. Tensors take seven times as long in Python: a step has pushed their code out of the caches.
   static std::int64_t advance(const py::dict& tensors, const std::vector<std::int64_t>& tokens) {
     const auto numbers = [&](const char* name) { return at<std::int64_t>(tensors[name].cast<Address>()); };
     const auto is_count = [&](const char* name) { return tensors[name].cast<std::size_t>() == tokens.size(); };
