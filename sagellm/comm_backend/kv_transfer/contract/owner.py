@@ -149,7 +149,7 @@ def _start_owners(pipe: Connection) -> None:
                 pipe.send(None)
                 continue
             here, there = FORK.Pipe()
-            owner = FORK.Process(target=_own_alone, args=((pipe, here), there, *wish))
+            owner = FORK.Process(target=_own, args=(there, (pipe, here), *wish))
             owner.start()
             there.close()
             owners[owner.pid] = owner
@@ -161,15 +161,13 @@ def _start_owners(pipe: Connection) -> None:
         owner.join()
 
 
-def _own_alone(others: Sequence[Connection], pipe: Connection, *given: Any) -> None:
+def _own(
+    pipe: Connection, others: Sequence[Connection], kind: type[KVTransferChannel], layout: KVLayout, seed: int, options: dict,
+    key: bytes,
+) -> None:  # fmt: skip
     """`others`: pipes of the process that this one was forked from."""
     for other in others:
         other.close()
-    _own(pipe, *given)
-
-
-def _own(pipe: Connection, kind: type[KVTransferChannel], layout: KVLayout, seed: int, options: dict, key: bytes) -> None:
-    torch.set_num_threads(1)
     try:
         region = make_region(kind, layout, seed)
         channel = kind(region, TransferOptions(key=key, options=options))

@@ -330,10 +330,6 @@ inline void attend_columns(const Attend& task, float* out, float* max, float* su
     return Columns{first, std::min(kColumns, rows - first), queries + at * numbers / 2, totals + at * numbers, tops + at,
                    of_sums + at};
   };
-  const auto query_of = [&](int head, int row) {
-    return static_cast<const Number*>(task.query) + static_cast<std::size_t>(row / task.share) * task.query_stride +
-           static_cast<std::size_t>((head * task.share + row % task.share) * size);
-  };
   auto* in_rows = reinterpret_cast<Number*>(scores);
   for (int head = 0; head < task.heads; ++head) {
     for (int group = 0; group < groups; ++group) {
@@ -341,7 +337,7 @@ inline void attend_columns(const Attend& task, float* out, float* max, float* su
       for (int lane = 0; lane < columns.count; lane += WIDTH) {
         const int here = std::min(WIDTH, columns.count - lane);
         for (int i = 0; i < here; ++i) {
-          std::copy_n(query_of(head, columns.first + lane + i), size, in_rows + i * even_size);
+          std::copy_n(query_of<Number>(task, head, columns.first + lane + i), size, in_rows + i * even_size);
           if (size < even_size) in_rows[i * even_size + size] = 0;
         }
         turn(in_rows, row_bytes, here, even_size / 2, columns.queries + lane, kColumns * 4, WIDTH);

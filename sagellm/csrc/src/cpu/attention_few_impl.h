@@ -97,11 +97,7 @@ void attend_few(const Attend& task, float* out, float* max, float* sums, char* s
   // Keys that lie elsewhere for each token: those of a tree, and what is computed together with its first ones.
   const auto differ = [&](int first, int last) { return task.depths != nullptr && last > task.first_new && first < task.end; };
   for (int each = 0; each < task.heads * rows; ++each) {
-    const int head = each / rows, row = each % rows;
-    const auto* query = static_cast<const Input*>(task.query) +
-                        static_cast<std::size_t>(row / task.share) * task.query_stride +
-                        static_cast<std::size_t>((head * task.share + row % task.share) * size);
-    T::arrange(query, size, queries + each * size);
+    T::arrange(query_of<Input>(task, each / rows, each % rows), size, queries + each * size);
   }
   const auto score = size == 64 ? score_keys<T, 64> : size == 128 ? score_keys<T, 128> : score_keys<T, 0>;
   const auto score_rows = [&](int head, int first, int last, const Weight* const(&keys)[WIDTH], int i) {

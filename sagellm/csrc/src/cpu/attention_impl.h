@@ -28,6 +28,13 @@ class Scratch {
   char* at_;
 };
 
+// Query of a row, [tokens][share], of key head `head` of the task.
+template <class N>
+const N* query_of(const Attend& task, int head, int row) {
+  return static_cast<const N*>(task.query) + static_cast<std::size_t>(row / task.share) * task.query_stride +
+         static_cast<std::size_t>((head * task.share + row % task.share) * task.head_size);
+}
+
 inline const char* slot(const Attend& task, const char* cache, int token) {
   const std::int64_t block = task.table[token >> task.block_shift];
   const int within = token & ((1 << task.block_shift) - 1);

@@ -96,10 +96,7 @@ void attend_many(const Attend& task, float* out, float* max, float* sums, char* 
   auto* decoded = parts.take<Weight>(kRound * wide_count);  // keys or values of a round that are of few bits
   for (int each = 0; each < task.heads * rows; ++each) {
     const int head = each / rows, row = each % rows;
-    const auto* from = static_cast<const Input*>(task.query) +
-                       static_cast<std::size_t>(row / task.share) * task.query_stride +
-                       static_cast<std::size_t>((head * task.share + row % task.share) * size);
-    std::copy_n(from, size, queries + each * inputs);
+    std::copy_n(query_of<Input>(task, head, row), size, queries + each * inputs);
     if (size % 2 != 0) queries[each * inputs + size] = T::from_float(0.f);
     max[static_cast<std::size_t>(head) * task.result_stride + static_cast<std::size_t>(row)] = kNone;
     sums[static_cast<std::size_t>(head) * task.result_stride + static_cast<std::size_t>(row)] = 0.f;

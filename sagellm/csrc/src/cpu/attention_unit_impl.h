@@ -47,9 +47,7 @@ inline void put_queries(const Attend& task, int head, int columns, std::int32_t*
   const int rows = task.tokens * task.share, words = task.head_size / 2;
   std::fill_n(to, words * columns, 0);
   for (int row = 0; row < rows; ++row) {
-    const auto* query = static_cast<const std::uint16_t*>(task.query) +
-                        static_cast<std::size_t>(row / task.share) * task.query_stride +
-                        static_cast<std::size_t>((head * task.share + row % task.share) * task.head_size);
+    const auto* query = query_of<std::uint16_t>(task, head, row);
     for (int word = 0; word < words; ++word) std::memcpy(to + word * columns + row, query + 2 * word, 4);
   }
 }

@@ -398,9 +398,7 @@ void attend_whole(const Attend& task, float* out, float* max, float* sums, char*
     std::fill_n(sums, rows, 0.f);
     if (!is_seen) continue;
     for (int row = 0; row < rows; ++row) {
-      const auto* query = static_cast<const typename T::Input*>(task.query) +
-                          static_cast<std::size_t>(row / task.share) * task.query_stride +
-                          static_cast<std::size_t>((head * task.share + row % task.share) * size);
+      const auto* query = query_of<typename T::Input>(task, head, row);
       for (int i = 0; i < size; ++i) numbers[i] = T::to_float(query[i]);
       queries.round(row, numbers, size);
     }

@@ -12,13 +12,6 @@ inline std::size_t block_weights_bytes(int rows, int head_size, int count) {
          aligned_to_64(static_cast<std::size_t>(rows) * static_cast<std::size_t>(padded(count, kTile)) * 4);
 }
 
-// Query of a row, [tokens][share].
-template <class N>
-const N* query_of(const Attend& task, int row) {
-  return static_cast<const N*>(task.query) + static_cast<std::size_t>(row / task.share) * task.query_stride +
-         static_cast<std::size_t>(row % task.share) * static_cast<std::size_t>(task.head_size);
-}
-
 // An estimate of the products of queries with the keys whose numbers lie between `low` and `high`: that of their middle, and so
 // much of the way to the largest possible one as `reach` says (1: Quest, Tang et al. 2024). Numbers of a block are read once for
 // four queries.
@@ -267,7 +260,7 @@ void block_weights(const Attend& task, const KeySummary& summary, float* weights
   Scratch parts(scratch);
   auto* queries = parts.take<float>(static_cast<std::size_t>(rows * size));
   for (int row = 0; row < rows; ++row) {
-    const auto* from = query_of<typename T::Input>(task, row);
+    const auto* from = query_of<typename T::Input>(task, 0, row);
     for (int i = 0; i < size; ++i) queries[row * size + i] = T::to_float(from[i]);
   }
   if (summary.codes != nullptr) return code_weights(task, summary, queries, weights, parts);
@@ -342,7 +335,7 @@ void strip_weights(const Attend& task, int stride, float* weights, char* scratch
     for (int i = 0; i < stride; ++i) {
       // Where the last strip lacks tokens, its last one stands for them.
       const int token = std::min(row / task.share * stride + stride - 1 - i, task.tokens - 1);
-      std::copy_n(query_of<Input>(task, token * task.share + row % task.share), size, strip_of + i * size);
+      std::copy_n(query_of<Input>(task, 0, token * task.share + row % task.share), size, strip_of + i * size);
     }
     T::arrange(strip_of, length, queries + row * length);
   }
