@@ -27,6 +27,7 @@ from sagellm.control_plane.members import RoleServer
 from sagellm.control_plane.ray_engine import RayEngine, join_cluster, leave_cluster, made_engine
 from sagellm.core.config import read_config
 from sagellm.core.errors import ConfigError, EngineError
+from sagellm.pd.routing import AlwaysSplit
 from tests.control_plane.test_cli import Up
 from tests.control_plane.test_gateway import metric
 from tests.control_plane.test_real_engines import NUM_PROMPTS, PROMPTS, complete, is_right
@@ -280,10 +281,27 @@ def engines_of(manager):
     return {one["name"]: one for one in manager.engines() if one["group"]}
 
 
+class InTurn(AlwaysSplit):
+    """Lets the decoding engines take turns. The policies of the package may send all requests where their prompts are cached."""
+
+    name = "in-turn"
+
+    def __init__(self):
+        super().__init__()
+        self._num_chosen = 0
+
+    def choose(self, request, engines):
+        decoders = [one for one in engines if one.role != "prefill"]
+        self._num_chosen += 1
+        taken = decoders[self._num_chosen % len(decoders)]
+        return super().choose(request, [one for one in engines if one.role == "prefill" or one is taken])
+
+
 @pytest.mark.slow
 def test_engines_of_a_group_run_on_nodes_and_one_that_is_lost_comes_back(cluster, settings):
     flags = ["--device", "cpu", "--kv-blocks", "128", "--block-size", "16", "--model-name", "tiny", "--threads", "1"]
-    group = {"engine": "group", "model": settings["model"], "policy": "always-split", "flags": flags, "resources": {"CPU": 2}}
+    group = {"engine": "group", "model": settings["model"], "flags": flags, "resources": {"CPU": 2}}
+    group["policy"] = f"{__name__}:{InTurn.__name__}"
     broken = []
     with on_cluster(cluster, engines={"one": settings | {"resources": {"CPU": 1}}}) as manager, OpenAI(
         base_url=f"{manager.url}/v1", api_key="none", max_retries=0, timeout=120
@@ -303,7 +321,7 @@ def test_engines_of_a_group_run_on_nodes_and_one_that_is_lost_comes_back(cluster
         is_killed = threading.Event()
 
         def ask(number):
-            """Keep asking: which engine decodes depends on their load and on what they have cached."""
+            """Keep asking, so that the engine has requests at the moment of its death."""
             right = [is_right(client, number, expected, broken)]
             while not is_killed.is_set():
                 right.append(is_right(client, number, expected, broken))
