@@ -282,7 +282,7 @@ def engines_of(manager):
 
 
 class InTurn(AlwaysSplit):
-    """Lets the decoding engines take turns. The policies of the package may send all requests where their prompts are cached."""
+    """Lets the decoding engines take turns. Policies of the package may send all requests where their prompts are cached."""
 
     name = "in-turn"
 

@@ -11,57 +11,82 @@ namespace sage::cpu::NAMESPACE {
 
 #ifdef __AVX2__
 
+constexpr int kGroup = 4;  // adjacent levels that are multiplied together
 #ifdef __AVX512VNNI__
-using Level = std::int8_t;
 constexpr int kUnsigned = 128;  // vpdpbusd takes one factor without sign: levels of 8 bits are moved up by so much
-inline IVec add_products(IVec total, IVec levels, std::int32_t inputs) {
-  return reinterpret_cast<IVec>(_mm512_dpbusd_epi32(
-      reinterpret_cast<__m512i>(total), reinterpret_cast<__m512i>(levels), _mm512_set1_epi32(inputs)));
-}
 #else
-using Level = std::int16_t;
 constexpr int kUnsigned = 0;
-inline IVec add_products(IVec total, IVec levels, std::int32_t inputs) {
-#ifdef __AVX512BW__
-  return total + reinterpret_cast<IVec>(
-                     _mm512_madd_epi16(reinterpret_cast<__m512i>(levels), _mm512_set1_epi32(inputs)));
-#else
-  return total + reinterpret_cast<IVec>(
-                     _mm256_madd_epi16(reinterpret_cast<__m256i>(levels), _mm256_set1_epi32(inputs)));
 #endif
+
+inline std::int32_t group_at(const char* inputs) {
+  std::int32_t group;
+  std::memcpy(&group, inputs, 4);
+  return group;
 }
+
+#ifdef __AVX512VNNI__
+inline IVec add_products(IVec total, IVec levels, const char* inputs) {
+  return reinterpret_cast<IVec>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(total), reinterpret_cast<__m512i>(levels),
+                                                    _mm512_set1_epi32(group_at(inputs))));
+}
+#else
+// vpmaddubsw adds up two products of bytes in 16 bits. One factor has no sign. Levels of less than 8 bits have none, and all
+// products of a lane's word fit: 4 * 63 * 127. The sign of a level of 8 bits moves to the input: 2 * 128 * 127 fits.
+#ifdef __AVX512BW__
+using Register = __m512i;
+#define BYTES_OF(name) _mm512_##name
+#else
+using Register = __m256i;
+#define BYTES_OF(name) _mm256_##name
 #endif
-constexpr int kGroup = 4 / sizeof(Level);
+
+inline Register multiply_bytes(IVec unsigned_ones, Register signed_ones) {
+  return BYTES_OF(maddubs_epi16)(reinterpret_cast<Register>(unsigned_ones), signed_ones);
+}
+
+// total + the products of a word: `levels` of each step of it.
+template <int bits, int steps>
+[[gnu::always_inline]] inline IVec add_word(IVec total, const IVec (&levels)[steps], const char* inputs) {
+  Register pairs;
+  if constexpr (bits < 8) {
+    pairs = BYTES_OF(add_epi16)(multiply_bytes(levels[0], BYTES_OF(set1_epi32)(group_at(inputs))),
+                                multiply_bytes(levels[1], BYTES_OF(set1_epi32)(group_at(inputs + kGroup))));
+  } else {
+    const Register input = BYTES_OF(set1_epi32)(group_at(inputs)), level = reinterpret_cast<Register>(levels[0]);
+#ifdef __AVX512BW__
+    const Register moved = _mm512_mask_sub_epi8(input, _mm512_movepi8_mask(level), _mm512_setzero_si512(), input);
+#else
+    const Register moved = _mm256_sign_epi8(input, level);
+#endif
+    pairs = multiply_bytes(reinterpret_cast<IVec>(BYTES_OF(abs_epi8)(level)), moved);
+  }
+  return total + reinterpret_cast<IVec>(BYTES_OF(madd_epi16)(pairs, BYTES_OF(set1_epi16)(1)));
+}
+#undef BYTES_OF
+#endif
 
 // The levels of each lane's word that instruction `step` of it takes, as they lie in the word.
 template <int bits>
 IVec levels_of(IVec words, IVec high, int step) {
-  if constexpr (bits < 8) {
-    constexpr int kHigh = high_bits(bits), kOnes = kGroup == 4 ? 0x01010101 : 0x00010001;
-    const IVec low = (words >> (4 * step)) & (15 * kOnes);
-    if constexpr (kHigh == 0) return low;
-    const int place = kGroup == 4 ? kHigh * step : step / 2 * 8 + kHigh * (step % 2);
-    return low | (((high >> place) & (((1 << kHigh) - 1) * kOnes)) << 4);
-  }
-  if constexpr (bits == 8 && kGroup == 4) return words ^ static_cast<std::int32_t>(0x80808080);
-  typedef std::int16_t Halves __attribute__((vector_size(WIDTH * 4)));
-  const auto halves = reinterpret_cast<Halves>(words);
-  return reinterpret_cast<IVec>(step == 0 ? (halves << 8) >> 8 : halves >> 8);
+  if constexpr (bits == 8) return kUnsigned == 0 ? words : words ^ static_cast<std::int32_t>(0x80808080);
+  constexpr int kHigh = high_bits(bits), kOnes = 0x01010101;
+  const IVec low = (words >> (4 * step)) & (15 * kOnes);
+  if constexpr (kHigh == 0) return low;
+  return low | (((high >> (kHigh * step)) & (((1 << kHigh) - 1) * kOnes)) << 4);
 }
 
 // Their numbers among 8 adjacent ones, instruction by instruction.
 template <int bits>
 constexpr int number_of(int at) {
-  constexpr int kFirst4[] = {0, 4, 1, 5, 2, 6, 3, 7}, kFirst2[] = {0, 2, 1, 3, 4, 6, 5, 7};
-  if (bits < 8) return kGroup == 4 ? kFirst4[at] : at;
-  return kGroup == 4 ? at : kFirst2[at];
+  constexpr int kOfNarrow[] = {0, 4, 1, 5, 2, 6, 3, 7};
+  return bits < 8 ? kOfNarrow[at] : at;
 }
 
 template <int bits>
 struct Order {
-  Level at[16]{};
+  std::int8_t at[16]{};
   constexpr Order() {
-    for (int i = 0; i < 16; ++i) at[i] = static_cast<Level>(i / 8 * 8 + number_of<bits>(i % 8));
+    for (int i = 0; i < 16; ++i) at[i] = static_cast<std::int8_t>(i / 8 * 8 + number_of<bits>(i % 8));
   }
   constexpr bool is_plain() const { return at[1] == 1 && at[2] == 2; }
 };
@@ -73,8 +98,7 @@ struct OfRounded {
 
 // Rows begin with a line of the cache, as the matrix unit reads them.
 inline std::size_t rounded_bytes(int inputs, int block) {
-  return static_cast<std::size_t>(
-      padded(inputs * static_cast<int>(sizeof(Level)) + inputs / block * static_cast<int>(sizeof(OfRounded)), 64));
+  return static_cast<std::size_t>(padded(inputs + inputs / block * static_cast<int>(sizeof(OfRounded)), 64));
 }
 
 struct RoundedRows {
@@ -82,10 +106,10 @@ struct RoundedRows {
   std::size_t row_bytes;
   int inputs;
 
-  const char* block(int number, int size) const { return levels + static_cast<std::size_t>(number * size) * sizeof(Level); }
+  const char* block(int number, int size) const { return levels + static_cast<std::size_t>(number * size); }
   OfRounded of(int row, int number) const {
     OfRounded found;
-    const char* behind = levels + static_cast<std::size_t>(row) * row_bytes + static_cast<std::size_t>(inputs) * sizeof(Level);
+    const char* behind = levels + static_cast<std::size_t>(row) * row_bytes + static_cast<std::size_t>(inputs);
     std::memcpy(&found, behind + static_cast<std::size_t>(number) * sizeof(found), sizeof(found));
     return found;
   }
@@ -107,7 +131,7 @@ Vec widened(const typename T::Input* input) {
 
 template <class T, int bits>
 OfRounded round_block(const typename T::Input* input, int block, char* to) {
-  typedef Level Levels __attribute__((vector_size(WIDTH * sizeof(Level))));
+  typedef std::int8_t Levels __attribute__((vector_size(WIDTH)));
   IVec sizes{};  // floats without sign are in the order of their bits
   for (int i = 0; i < block; i += WIDTH) {
     const IVec size = as_bits(widened<T>(input + i)) & 0x7fffffff;
@@ -121,11 +145,11 @@ OfRounded round_block(const typename T::Input* input, int block, char* to) {
     const IVec level = as_bits(widened<T>(input + i) * by + magic) - as_bits(magic);
     total += level;
     const Levels narrow = __builtin_convertvector(level, Levels);
-    std::memcpy(to + static_cast<std::size_t>(i) * sizeof(Level), &narrow, sizeof(narrow));
+    std::memcpy(to + i, &narrow, sizeof(narrow));
   }
   static constexpr Order<bits> kOrder;
   if constexpr (!kOrder.is_plain()) {
-    typedef Level Levels16 __attribute__((vector_size(16 * sizeof(Level))));
+    typedef std::int8_t Levels16 __attribute__((vector_size(16)));
     Levels16 all, order;
     std::memcpy(&order, kOrder.at, sizeof(order));
     for (int i = 0; i < block; i += 16, to += sizeof(all)) {
@@ -142,9 +166,9 @@ void round_inputs(const void* input, std::size_t stride, int rows, int inputs, F
   const auto* from = static_cast<const typename T::Input*>(input);
   const auto round = bits_of(format) < 8 ? round_block<T, 4> : round_block<T, 8>;
   for (int r = 0; r < rows; ++r, from += stride, to += rounded_bytes(inputs, block)) {
-    char* behind = to + static_cast<std::size_t>(inputs) * sizeof(Level);
+    char* behind = to + inputs;
     for (int i = 0; i < inputs; i += block, behind += sizeof(OfRounded)) {
-      const OfRounded found = round(from + i, block, to + static_cast<std::size_t>(i) * sizeof(Level));
+      const OfRounded found = round(from + i, block, to + i);
       std::memcpy(behind, &found, sizeof(found));
     }
   }
@@ -199,17 +223,30 @@ void multiply_whole(const RoundedRows& rounded, const char* tile, int first, int
         lanes[v] = load_words(words + place_of(first + v, run_bytes));
         high[v] = high_of<bits>(further + place_of(first + v, run_bytes), i / kLevels);
       }
-      for (int step = 0; step < kSteps; ++step, levels += 4) {
+#ifdef __AVX512VNNI__
+      for (int step = 0; step < kSteps; ++step, levels += kGroup) {
         IVec of_step[vectors];
         for (int v = 0; v < vectors; ++v) of_step[v] = levels_of<bits>(lanes[v], high[v], step);
 #pragma GCC unroll 16
         for (int r = 0; r < rows; ++r) {
-          std::int32_t group;
-          std::memcpy(&group, levels + static_cast<std::size_t>(r) * rounded.row_bytes, 4);
+          const char* inputs = levels + static_cast<std::size_t>(r) * rounded.row_bytes;
 #pragma GCC unroll 4
-          for (int v = 0; v < vectors; ++v) products[r][v] = add_products(products[r][v], of_step[v], group);
+          for (int v = 0; v < vectors; ++v) products[r][v] = add_products(products[r][v], of_step[v], inputs);
         }
       }
+#else
+      IVec of_word[vectors][kSteps];
+      for (int v = 0; v < vectors; ++v) {
+        for (int step = 0; step < kSteps; ++step) of_word[v][step] = levels_of<bits>(lanes[v], high[v], step);
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < rows; ++r) {
+        const char* inputs = levels + static_cast<std::size_t>(r) * rounded.row_bytes;
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; ++v) products[r][v] = add_word<bits>(products[r][v], of_word[v], inputs);
+      }
+      levels += kLevels;
+#endif
     }
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; ++v) {

@@ -6,12 +6,13 @@ An object in that group has: `torch_device`, `max_batch_size`, `runtime`, and th
 
 import asyncio
 import contextlib
+import copy
 import logging
 import queue
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -172,8 +173,11 @@ class CpuDevice:
             return value.clone()
         if not is_dataclass(value):
             return value
-        tensors = {f.name: v.clone() for f in fields(value) if isinstance(v := getattr(value, f.name), torch.Tensor)}
-        return replace(value, **tensors)
+        moved = copy.copy(value)
+        for name, part in vars(value).items():
+            if isinstance(part, torch.Tensor):
+                setattr(moved, name, part.clone())
+        return moved
 
     def apply_token_bitmask(self, logits: torch.Tensor, bitmask: torch.Tensor) -> None:
         """Forbid tokens in place. `logits`: [batch, vocab]; `bitmask`: [batch, ceil(vocab / 32)] int32.

@@ -55,8 +55,6 @@ def test_embedding_of_a_packed_weight(dtype, inputs):
     assert torch.equal(PackedEmbedding(PackedWeight(weight))(tokens), F.embedding(tokens, weight))
 
 
-
-
 def few_bits(outputs: int, inputs: int, form: str, block: int, is_ordered: bool = False) -> Levels:
     random = np.random.default_rng(block)
     low, high = (0, 2 ** BITS[form]) if BITS[form] < 8 else (-128, 128)
@@ -153,6 +151,20 @@ def test_product_in_8_bits(isa, form, block, outputs, inputs):
     for rows in (1, 2, 3, 4, 5, 12, 13, 25, 97):
         assert torch.equal(ready.multiply(x[:rows], wide=True), out[:rows]), "a row's result depends on the other rows"
     assert ready.multiply(torch.zeros_like(x[:1]), wide=True).double().equal(b[None].double())
+
+
+@each_isa([isa for isa in ISAS if _core.CpuKernels("bfloat16", isa).has_8_bits])
+@pytest.mark.parametrize("form", [LEVELS4, LEVELS5, LEVELS6, LEVELS8])
+def test_sums_of_the_largest_products_fit(isa, form):
+    largest = -128 if form == LEVELS8 else 2 ** BITS[form] - 1
+    levels = few_bits(48, 64, form, 64)
+    levels.values[:] = largest
+    levels.values[1::2] = 127 if form == LEVELS8 else 0
+    x = torch.ones(5, 64, dtype=torch.bfloat16)
+    x[1], x[2, ::2] = -1, -1
+    with computing_in("int8"):
+        out = PackedWeight(values_of(levels).bfloat16(), levels=levels).multiply(x, wide=True)
+    torch.testing.assert_close(out.double(), F.linear(x.double(), values_of(levels)), rtol=1e-5, atol=1e-4)
 
 
 def test_weights_that_come_in_full_are_rounded_to_8_bits_where_their_inputs_are_whole_blocks():

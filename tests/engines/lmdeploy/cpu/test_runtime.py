@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from lmdeploy import sage_device
 
 from sagellm.core.config import SageConfig
 from sagellm.core.errors import ConfigError
@@ -152,6 +153,19 @@ def test_what_the_agent_gets_is_a_copy():
     copy += 1
     assert value.tolist() == [0, 1, 2]
     assert CPU_DEVICE.to_device(None) is None
+
+
+def test_marks_are_there_only_with_a_profiler():
+    marked = sage_device.record_function("a mark")(lambda: torch.ones(1) + 1)
+    marked()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        for _ in range(2):
+            marked()
+        with pytest.raises(ZeroDivisionError), sage_device.record_function("another"):
+            raise ZeroDivisionError
+    marked()
+    counts = {each.key: each.count for each in profiler.key_averages()}
+    assert (counts["a mark"], counts["another"]) == (2, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
