@@ -398,13 +398,10 @@ void multiply_levels_of(const void* input, std::size_t stride, int rows, const v
   } else {
     const auto product = [&](int count, const typename T::Input* some, const typename T::Weight* levels, int of_block,
                              float* sums) {
-      if (count == ROWS)
-        multiply_rows<T, ROWS, 1>(some, stride, levels, of_block, sums, kTile, false);
-      else
-        multiply_rest<T, ROWS - 1>(count, some, stride, levels, of_block, sums, kTile, false);
+      multiply_at_once<T>(count, some, stride, levels, of_block, sums, kTile, false);
     };
-    multiply_many_levels<T, format, ROWS, false>(from, stride, rows, bytes, tiles, blocks, block, of_inputs, out, out_stride,
-                                                 product);
+    multiply_many_levels<T, format, most_rows<T>(), false>(from, stride, rows, bytes, tiles, blocks, block, of_inputs, out,
+                                                           out_stride, product);
   }
 }
 

@@ -7,6 +7,7 @@
 namespace sage::cpu::NAMESPACE {
 
 constexpr int kFewRowsTiles = 2;  // read at once for a single row
+constexpr int kPartInputs = 256;  // of a tile that is multiplied part by part
 
 // ---- products
 
@@ -41,6 +42,43 @@ void multiply_rest(int count, const typename T::Input* input, std::size_t stride
   }
 }
 
+template <class T, int rows>
+void multiply_parts(int count, const typename T::Input* input, std::size_t stride, const typename T::Weight* tile, int inputs,
+                    float* out, std::size_t out_stride, bool accumulate) {
+  if constexpr (rows > 1) {
+    if (count < rows) return multiply_parts<T, rows - 1>(count, input, stride, tile, inputs, out, out_stride, accumulate);
+  }
+  constexpr int kPart = T::kPartVectors;
+  const auto at = [&](int r, int v) { return out + static_cast<std::size_t>(r) * out_stride + v * WIDTH; };
+  for (int first = 0; first < kVectors; first += kPart, tile += kPart * WIDTH * T::kStep) {
+    Vec sums[rows][kPart];
+    for (int r = 0; r < rows; ++r) {
+      for (int v = 0; v < kPart; ++v) sums[r][v] = accumulate ? load(at(r, first + v)) : Vec{};
+    }
+    T::template multiply_part<rows>(input, stride, tile, inputs, sums);
+    for (int r = 0; r < rows; ++r) {
+      for (int v = 0; v < kPart; ++v) store(at(r, first + v), sums[r][v]);
+    }
+  }
+}
+
+template <class T>
+constexpr int most_rows() {  // that are multiplied at once
+  return T::kPartRows > 0 ? T::kPartRows : ROWS;
+}
+
+// Up to most_rows() rows times a tile.
+template <class T>
+void multiply_at_once(int count, const typename T::Input* input, std::size_t stride, const typename T::Weight* tile, int inputs,
+                      float* out, std::size_t out_stride, bool accumulate) {
+  if constexpr (T::kPartRows > 0) {
+    if (count > ROWS) {
+      return multiply_parts<T, T::kPartRows>(count, input, stride, tile, inputs, out, out_stride, accumulate);
+    }
+  }
+  multiply_rest<T, ROWS>(count, input, stride, tile, inputs, out, out_stride, accumulate);
+}
+
 template <class T>
 void multiply(const void* input, std::size_t stride, int rows, const void* tile, int tiles, int inputs, float* out,
               std::size_t out_stride, bool accumulate) {
@@ -53,14 +91,17 @@ void multiply(const void* input, std::size_t stride, int rows, const void* tile,
                                          out + t * kTile, out_stride, accumulate);
     }
   }
+  const auto* from = static_cast<const typename T::Input*>(input);
+  // Parts of a tile, and the inputs of some rows, stay in the first cache.
+  const int most = T::kPartRows > 0 && rows > ROWS ? kPartInputs : std::max(inputs, 1);
   for (; t < tiles; ++t, weight += tile_size) {
-    const auto* from = static_cast<const typename T::Input*>(input);
-    float* to = out + t * kTile;
-    int left = rows;
-    for (; left >= ROWS; left -= ROWS, from += ROWS * stride, to += ROWS * out_stride) {
-      multiply_rows<T, ROWS, 1>(from, stride, weight, inputs, to, out_stride, accumulate);
+    for (int i = 0; i < inputs; i += most) {
+      for (int row = 0; row < rows; row += most_rows<T>()) {
+        const auto at = static_cast<std::size_t>(row);
+        multiply_at_once<T>(std::min(most_rows<T>(), rows - row), from + at * stride + i, stride, weight + i * kTile,
+                            std::min(most, inputs - i), out + at * out_stride + t * kTile, out_stride, accumulate || i > 0);
+      }
     }
-    multiply_rest<T, ROWS - 1>(left, from, stride, weight, inputs, to, out_stride, accumulate);
   }
 }
 

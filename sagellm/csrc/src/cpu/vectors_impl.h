@@ -107,6 +107,7 @@ struct Float32 {  // float32 weights
   using Input = float;
   static constexpr Type kWeights = Type::kFloat32, kInputs = Type::kFloat32;
   static constexpr int kStep = 1;  // inputs in a row of a tile
+  static constexpr int kPartRows = 0;
   static float to_float(Weight value) { return value; }
   static Input from_float(float value) { return value; }
 
@@ -168,6 +169,13 @@ struct BFloat16 {  // bfloat16 weights, float32 inputs
   using Input = float;
   static constexpr Type kWeights = Type::kBFloat16, kInputs = Type::kFloat32;
   static constexpr int kStep = 2;
+  // Rows that are multiplied with kPartVectors vectors of a tile at once; 0: with all of them. With AVX2 the sums of a whole tile
+  // and its widened weights need more registers than there are, and rows share the widening.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  static constexpr int kPartRows = 6, kPartVectors = 2;
+#else
+  static constexpr int kPartRows = 0, kPartVectors = 2;
+#endif
   static float to_float(Weight value) { return widen(value); }
   static float to_float(float value) { return value; }
   static Input from_float(float value) { return value; }
@@ -190,6 +198,35 @@ struct BFloat16 {  // bfloat16 weights, float32 inputs
       }
     }
   }
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  // The same for kPartVectors vectors of a tile, from the first of them on.
+  template <int rows>
+  static void multiply_part(const Input* input, std::size_t stride, const Weight* tile, int inputs,
+                            Vec (&sums)[rows][kPartVectors]) {
+    for (int i = 0; i < inputs; i += 2, tile += 2 * kTile) {
+      __builtin_prefetch(tile + 2 * kPartVectors * WIDTH);  // of the next part: memory is read in one run
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+        Vec weight[kPartVectors];
+        for (int v = 0; v < kPartVectors; ++v) {
+          IVec pairs = load_words(tile + 2 * v * WIDTH);
+          if (half == 1) {
+            pairs >>= 16;
+            asm("" : "+x"(pairs));  // or else a mask takes one of the 16 registers
+          }
+          weight[v] = low_half(pairs);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; ++r) {
+          const Vec x = broadcast(input[static_cast<std::size_t>(r) * stride + static_cast<std::size_t>(i + half)]);
+          for (int v = 0; v < kPartVectors; ++v) sums[r][v] += x * weight[v];
+        }
+        asm volatile("" ::: "memory");  // the pairs are loaded again, or else they take two
+      }
+    }
+  }
+#endif
 
   // Even numbers of 2 * WIDTH first, then the odd ones: the order in which pairs of bfloat16 are widened.
   static void arrange(const Input* query, int size, Input* to) {

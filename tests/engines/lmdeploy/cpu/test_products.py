@@ -21,7 +21,9 @@ def test_an_instruction_set_that_is_not_there():
 
 @each_isa()
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 48, 64), (7, 33, 17), (13, 320, 96), (200, 70, 50), (97, 32, 2)])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs"), [(1, 48, 64), (7, 33, 17), (13, 320, 96), (200, 70, 50), (97, 32, 2), (29, 40, 603)]
+)
 @pytest.mark.parametrize("bias", [True, False])
 def test_product(isa, dtype, rows, outputs, inputs, bias):
     x, weight = torch.randn(2, rows, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
