@@ -7,6 +7,7 @@ import pytest
 
 from sagellm.core.errors import EngineError
 from sagellm.engines.base import SamplingParams
+from tests.engines.lmdeploy.guesses import answer, greedy
 from tests.pool import check_pool, settle
 from tests.reference import make_prompts
 from tests.sweeps import slow_but
@@ -239,3 +240,26 @@ def test_requests_that_cannot_fit_are_refused(start_engine, reference):
         engine.generate(make_prompts((600,)), GREEDY)
     prompts = make_prompts((30,))
     assert answers(engine, prompts) == reference(prompts, NUM_NEW)
+
+
+def test_a_response_that_is_not_yet_read_beside_log_probabilities(start_engine, reference):
+    """A request without them gets empty ones in a step with one that has some, after a response without any."""
+    prompts = make_prompts((20, 30), seed=8)
+    engine = start_engine()
+
+    async def both():
+        session, instance = next(engine._sessions), engine.engine.create_instance()
+        tokens, beside = [], None
+        try:
+            async for output in instance.async_stream_infer(session, prompts[0], gen_config=greedy(dict(max_new_tokens=200))):
+                tokens += output.token_ids
+                if beside is None:
+                    await asyncio.sleep(0.05)  # responses come meanwhile
+                    beside = await answer(engine, prompts[1], greedy(dict(max_new_tokens=8, logprobs=2)))
+        finally:
+            await instance.async_end(session)
+        return tuple(tokens), beside
+
+    tokens, (others, logprobs) = engine._on_loop(both())
+    assert [tokens, others] == [tuple(reference(prompts[:1], 200)[0]), tuple(reference(prompts[1:], 8)[0])]
+    assert len(logprobs) == 8 and all(len(each) >= 2 for each in logprobs)
