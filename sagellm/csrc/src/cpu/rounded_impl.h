@@ -34,14 +34,14 @@ inline IVec add_products(IVec total, IVec levels, const char* inputs) {
 // products of a lane's word fit: 4 * 63 * 127. The sign of a level of 8 bits moves to the input: 2 * 128 * 127 fits.
 #ifdef __AVX512BW__
 using Register = __m512i;
-#define BYTES_OF(name) _mm512_##name
+#define INTRINSIC(name) _mm512_##name
 #else
 using Register = __m256i;
-#define BYTES_OF(name) _mm256_##name
+#define INTRINSIC(name) _mm256_##name
 #endif
 
 inline Register multiply_bytes(IVec unsigned_ones, Register signed_ones) {
-  return BYTES_OF(maddubs_epi16)(reinterpret_cast<Register>(unsigned_ones), signed_ones);
+  return INTRINSIC(maddubs_epi16)(reinterpret_cast<Register>(unsigned_ones), signed_ones);
 }
 
 // total + the products of a word: `levels` of each step of it.
@@ -49,20 +49,20 @@ template <int bits, int steps>
 [[gnu::always_inline]] inline IVec add_word(IVec total, const IVec (&levels)[steps], const char* inputs) {
   Register pairs;
   if constexpr (bits < 8) {
-    pairs = BYTES_OF(add_epi16)(multiply_bytes(levels[0], BYTES_OF(set1_epi32)(group_at(inputs))),
-                                multiply_bytes(levels[1], BYTES_OF(set1_epi32)(group_at(inputs + kGroup))));
+    pairs = INTRINSIC(add_epi16)(multiply_bytes(levels[0], INTRINSIC(set1_epi32)(group_at(inputs))),
+                                 multiply_bytes(levels[1], INTRINSIC(set1_epi32)(group_at(inputs + kGroup))));
   } else {
-    const Register input = BYTES_OF(set1_epi32)(group_at(inputs)), level = reinterpret_cast<Register>(levels[0]);
+    const Register input = INTRINSIC(set1_epi32)(group_at(inputs)), level = reinterpret_cast<Register>(levels[0]);
 #ifdef __AVX512BW__
-    const Register moved = _mm512_mask_sub_epi8(input, _mm512_movepi8_mask(level), _mm512_setzero_si512(), input);
+    const Register signed_input = _mm512_mask_sub_epi8(input, _mm512_movepi8_mask(level), _mm512_setzero_si512(), input);
 #else
-    const Register moved = _mm256_sign_epi8(input, level);
+    const Register signed_input = _mm256_sign_epi8(input, level);
 #endif
-    pairs = multiply_bytes(reinterpret_cast<IVec>(BYTES_OF(abs_epi8)(level)), moved);
+    pairs = multiply_bytes(reinterpret_cast<IVec>(INTRINSIC(abs_epi8)(level)), signed_input);
   }
-  return total + reinterpret_cast<IVec>(BYTES_OF(madd_epi16)(pairs, BYTES_OF(set1_epi16)(1)));
+  return total + reinterpret_cast<IVec>(INTRINSIC(madd_epi16)(pairs, INTRINSIC(set1_epi16)(1)));
 }
-#undef BYTES_OF
+#undef INTRINSIC
 #endif
 
 // The levels of each lane's word that instruction `step` of it takes, as they lie in the word.

@@ -107,7 +107,7 @@ struct Float32 {  // float32 weights
   using Input = float;
   static constexpr Type kWeights = Type::kFloat32, kInputs = Type::kFloat32;
   static constexpr int kStep = 1;  // inputs in a row of a tile
-  static constexpr int kPartRows = 0;
+  static constexpr int kPartRows = 0;  // see `BFloat16`
   static float to_float(Weight value) { return value; }
   static Input from_float(float value) { return value; }
 
@@ -169,13 +169,6 @@ struct BFloat16 {  // bfloat16 weights, float32 inputs
   using Input = float;
   static constexpr Type kWeights = Type::kBFloat16, kInputs = Type::kFloat32;
   static constexpr int kStep = 2;
-  // Rows that are multiplied with kPartVectors vectors of a tile at once; 0: with all of them. With AVX2 the sums of a whole tile
-  // and its widened weights need more registers than there are, and rows share the widening.
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  static constexpr int kPartRows = 6, kPartVectors = 2;
-#else
-  static constexpr int kPartRows = 0, kPartVectors = 2;
-#endif
   static float to_float(Weight value) { return widen(value); }
   static float to_float(float value) { return value; }
   static Input from_float(float value) { return value; }
@@ -200,7 +193,9 @@ struct BFloat16 {  // bfloat16 weights, float32 inputs
   }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-  // The same for kPartVectors vectors of a tile, from the first of them on.
+  // The sums of a whole tile and its widened weights need more registers than there are, so more than ROWS rows, up to kPartRows,
+  // are multiplied with kPartVectors vectors of it: those from `tile` on.
+  static constexpr int kPartRows = 6, kPartVectors = 2;
   template <int rows>
   static void multiply_part(const Input* input, std::size_t stride, const Weight* tile, int inputs,
                             Vec (&sums)[rows][kPartVectors]) {
@@ -226,6 +221,8 @@ struct BFloat16 {  // bfloat16 weights, float32 inputs
       }
     }
   }
+#else
+  static constexpr int kPartRows = 0;
 #endif
 
   // Even numbers of 2 * WIDTH first, then the odd ones: the order in which pairs of bfloat16 are widened.
